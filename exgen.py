@@ -1,0 +1,222 @@
+"""`generate` for models exported with torch.export.
+
+    from exgen import export_for_generation, generate
+
+    exported = export_for_generation(model)
+    ids = generate(exported, input_ids, num_beams=4, max_new_tokens=32)     # [b, t] prompts in, [b, t + new] out
+
+The prompt is read once, however many beams or samples are asked for; the options and the results are those of transformers'
+`generate`. This file is the story; `config.py` reads the options, `program.py` opens the artifact, `prefill.py` runs it,
+`cache.py` holds what it has read, `strategies.py` decides, and `export.py` makes artifacts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from einops import repeat
+from torch import Tensor
+from torch.export import ExportedProgram
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+
+if __package__:
+    from . import cache as slots
+    from . import strategies
+    from .config import Request, check_inputs, read_config
+    from .export import export_for_generation
+    from .prefill import decode, prefill, rows_by_length
+    from .program import Program, load
+else:
+    import cache as slots  # type: ignore[no-redef]
+    import strategies  # type: ignore[no-redef]
+    from config import Request, check_inputs, read_config
+    from export import export_for_generation
+    from prefill import decode, prefill, rows_by_length
+    from program import Program, load
+
+__all__ = ["Program", "export_for_generation", "generate", "load"]
+
+Output = GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
+
+PREFILL_CHUNK = 512  # tokens of a prompt fed at once
+ROOM = 64  # slots the cache grows by
+
+
+@torch.no_grad()
+def generate(
+    exported: Program | ExportedProgram | str | Path,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    **cfg: Any,
+) -> Tensor | Output:
+    """Continue the prompts `input_ids` `[b, t]`, as transformers' eager `generate` would.
+
+    Args:
+        exported: an `ExportedProgram`, a path to one saved with `torch.export.save`, or what `load` returned.
+        input_ids: `[b, t]` integers, left-padded where rows differ in length.
+        attention_mask: `[b, t]`, 0 for padding. None: no padding.
+        generation_config, logits_processor, stopping_criteria: as in transformers.
+        cfg: fields of `GenerationConfig` by name, and `prefix_allowed_tokens_fn`, `generator` (a `torch.Generator`),
+            `streamer`. Defaults come from the artifact, then `generation_config`, then `cfg`.
+
+    Returns:
+        `[b * num_return_sequences, length]` int64, the prompt included, finished texts padded; or transformers'
+        `GenerateDecoderOnlyOutput` / `GenerateBeamDecoderOnlyOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        TypeError, ValueError: before any model work, for inputs or options that cannot be honoured.
+        FloatingPointError: the model returned NaN or infinite logits.
+    """
+    program = load(exported)
+    ids, mask = check_inputs(input_ids, attention_mask, program.vocab_size, program.device)
+    request = read_config(
+        program.generation_config, generation_config, cfg, ids, mask, program.vocab_size, logits_processor, stopping_criteria
+    )
+    check_room(program, mask, request.config.max_length)
+    plan = choose_strategy(request, ids)
+    k = plan.texts // len(ids)
+
+    if request.streamer is not None:
+        request.streamer.put(ids.cpu())
+    logits, cache = read_prompts(program, ids, mask, request.config)
+    cache = (slots.share if shares_prompt(program, request) else slots.expand)(cache, k)
+    turn = plan.step(plan.start, checked(repeat(logits, "b v -> (b k) v", k=k), request))
+    while True:
+        if request.streamer is not None:
+            request.streamer.put(turn.tokens.cpu())
+        if not turn.going:
+            break
+        if turn.parents is not None:
+            cache = slots.reorder(cache, turn.parents)
+        cache = with_room(program, cache, request.config.max_length)
+        logits, cache = decode(program.step, cache, slots.take_slots(cache), turn.tokens)
+        turn = plan.step(turn.state, checked(logits, request))
+    if request.streamer is not None:
+        request.streamer.end()
+    return plan.finish(turn.state)
+
+
+class Plan(NamedTuple):
+    """A strategy with its options settled: the loop has no branch per option."""
+
+    texts: int  # r: rows of logits each step takes
+    start: Any
+    step: Callable[[Any, Tensor], strategies.Turn]  # (state, logits [r, v]) -> Turn
+    finish: Callable[[Any], Tensor | Output]
+
+
+def choose_strategy(request: Request, ids: Tensor) -> Plan:
+    """The strategy that `request` asks for, begun on prompts `ids` `[b, t]`."""
+    config = request.config
+    keep = (config.return_dict_in_generate and config.output_scores, config.return_dict_in_generate and config.output_logits)
+    lists = {"processors": request.processors, "criteria": request.criteria}
+    b, pad = len(ids), config.pad_token_id
+    if config.num_beams == 1:
+        k = config.num_return_sequences
+        choose = partial(strategies.sample, generator=request.generator) if config.do_sample else strategies.greedy
+        # transformers pads finished texts only where an eos can finish them
+        padded = any(hasattr(criterion, "eos_token_id") for criterion in request.criteria)
+        step = partial(strategies.text_step, **lists, choose=choose, pad=pad if padded else None)
+        start = strategies.start_texts(ids, k, config.max_length, *keep)
+        return Plan(b * k, start, step, partial(text_output, config=config))
+
+    k, pad = config.num_beams, 0 if pad is None else pad
+    rules = strategies.BeamRules(
+        prompt_length=ids.shape[1],
+        max_length=config.max_length,
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        eos=tuple(config.eos_token_id),
+        draw=partial(strategies.draw_sampled, generator=request.generator) if config.do_sample else strategies.draw_best,
+    )
+    if config.num_beam_groups > 1:
+        step = partial(
+            strategies.group_beam_step, **lists, rules=rules, diversity_penalty=config.diversity_penalty, pad=pad
+        )
+        start = strategies.start_groups(ids, k, config.num_beam_groups, config.max_length, pad, *keep)
+        finish = partial(strategies.finish_groups, n=config.num_return_sequences, rules=rules)
+        return Plan(b * k, start, step, lambda groups: beam_output(finish(groups), groups.scores, groups.logits, config))
+    step = partial(strategies.beam_step, **lists, rules=rules)
+    start = strategies.start_beams(ids, k, config.max_length, pad, *keep)
+    finish = partial(strategies.finish_beams, n=config.num_return_sequences)
+    return Plan(b * k, start, step, lambda beams: beam_output(finish(beams), beams.step_scores, beams.step_logits, config))
+
+
+def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: GenerationConfig) -> tuple[Tensor, slots.Cache]:
+    """Prefill: `ids` `[b, t]` read once, to the last token's logits `[b, v]` and a cache of `b` rows."""
+    chunk = min(config.prefill_chunk_size or PREFILL_CHUNK, program.max_feed or ids.shape[1])
+
+    def read(ids: Tensor, mask: Tensor) -> tuple[Tensor, slots.Cache]:
+        cache = slots.allocate(program.empty, program.slot_axes, len(ids), program.max_slots or min(chunk, ids.shape[1]), ids.device)
+        return prefill(program.step, slots.grow, cache, ids, mask, chunk, 0 if program.max_slots else ROOM)
+
+    if program.free_slots:
+        return read(ids, mask)
+    groups = list(rows_by_length(mask))
+    parts = [read(ids[rows][:, -n:], mask[rows][:, -n:]) for rows in groups for n in [int(mask[rows[0]].sum())]]
+    order = torch.cat(groups).argsort()
+    return torch.cat([logits for logits, _ in parts])[order], slots.join([cache for _, cache in parts], order)
+
+
+def with_room(program: Program, cache: slots.Cache, max_length: int) -> slots.Cache:
+    """A cache with a free slot for each beam; it grows in steps, so that cost follows the slots in use."""
+    k, l = cache.visible.shape[1:]
+    if slots.slots_left(cache) >= k:
+        return cache
+    return slots.grow(cache, l + max(ROOM, l // 8, k))
+
+
+def shares_prompt(program: Program, request: Request) -> bool:
+    """Whether the beams of a prompt share its row of the cache."""
+    return program.free_slots
+
+
+def check_room(program: Program, mask: Tensor, max_length: int) -> None:
+    """Raise `ValueError` if the longest text does not fit; the last token is chosen but never fed."""
+    new, prompt = max_length - mask.shape[1], int(mask.sum(-1).max())
+    for most, what in ((program.max_slots, "this program holds {} slots"), (program.max_positions, "the model has {} positions")):
+        if most is not None and prompt + new - 1 > most:
+            raise ValueError(
+                f"the longest prompt has {prompt:,} tokens and {new:,} new ones are asked for, but {what.format(f'{most:,}')}: "
+                f"shorten the prompt, or set max_new_tokens to {max(most - prompt + 1, 0):,} or less"
+            )
+
+
+def checked(logits: Tensor, request: Request) -> Tensor:
+    """Logits `[r, v]` in float32, as transformers scores them. NaN and infinity would turn into tokens silently."""
+    logits = logits.to(torch.float32)
+    if not request.config.remove_invalid_values and not bool(logits.amax(-1).isfinite().all()):
+        raise FloatingPointError("the model returned NaN or infinite logits: check its weights and dtype")
+    return logits
+
+
+def text_output(texts: strategies.Texts, config: GenerationConfig) -> Tensor | Output:
+    sequences = texts.sequences[:, : texts.length]
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=texts.scores, logits=texts.logits)
+
+
+def beam_output(
+    finished: tuple[Tensor, Tensor, Tensor],
+    scores: tuple[Tensor, ...] | None,
+    logits: tuple[Tensor, ...] | None,
+    config: GenerationConfig,
+) -> Tensor | Output:
+    sequences, sequences_scores, parents = finished
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateBeamDecoderOnlyOutput(
+        sequences=sequences,
+        sequences_scores=sequences_scores if config.output_scores else None,
+        scores=scores,
+        logits=logits,
+        beam_indices=parents,
+    )

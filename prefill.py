@@ -1,0 +1,113 @@
+"""Everything that runs the program: `prefill` reads the prompts once, `decode` feeds one token to every beam.
+
+    logits, cache = prefill(program.step, grow, cache, input_ids, attention_mask, chunk=512, room=64)  # [b, v]
+    logits, cache = decode(program.step, cache, slots, tokens)                                           # [(b k), v]
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+Step = Callable[..., tuple[Tensor, list[Tensor]]]
+
+
+class Slots(Protocol):
+    """What is read and replaced of a cache; `cache.py` says what each field holds."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+    @property
+    def slot_positions(self) -> Tensor: ...  # [b, l]
+    @property
+    def visible(self) -> Tensor: ...  # [b, k, l]
+    @property
+    def positions(self) -> Tensor: ...  # [b]
+    @property
+    def next_slots(self) -> Tensor: ...  # [b]
+    def _replace(self, **changes: Any) -> Any: ...
+
+
+C = TypeVar("C", bound=Slots)
+
+
+def prefill(
+    step: Step,
+    grow: Callable[[C, int], C],
+    cache: C,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    chunk: int,
+    room: int,
+) -> tuple[Tensor, C]:
+    """Read prompts `input_ids` `[b, t]` once into an empty cache, left padding where `attention_mask` `[b, t]` is False.
+
+    The prompt is fed `chunk` columns at a time, each attending to what exists by then, so that nothing but the cache grows
+    with its length. The cache ends with `room` slots to spare. Returns the last column's logits `[b, v]`.
+    """
+    b, t = input_ids.shape
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # a pad's position does not matter: nobody sees it
+    for start in range(0, t, chunk):
+        end = min(start + chunk, t)
+        cache = grow(cache, end + room if end == t else end)
+        slots = torch.arange(start, end, device=input_ids.device)
+        logits, tensors = step(
+            input_ids[:, start:end],
+            positions[:, start:end],
+            repeat(slots, "s -> b s", b=b),
+            prompt_visible(attention_mask, slots, cache.visible.shape[2]),
+            torch.tensor([end - start - 1], device=input_ids.device),
+            cache.slot_positions,
+            cache.tensors,
+        )
+        cache = cache._replace(tensors=tensors)
+    l = cache.visible.shape[2]
+    return rearrange(logits, "b 1 v -> b v"), cache._replace(
+        visible=rearrange(_pad_right(attention_mask, l), "b l -> b 1 l"),
+        positions=attention_mask.sum(-1),
+        next_slots=torch.full((b,), t, device=input_ids.device),
+        prompt=t,
+    )
+
+
+def decode(step: Step, cache: C, slots: Tensor, tokens: Tensor) -> tuple[Tensor, C]:
+    """Feed `tokens` `[(b k)]`, one to each beam, into `slots` `[b, k]`; returns logits `[(b k), v]`."""
+    _, k, _ = cache.visible.shape
+    visible = cache.visible.scatter(2, slots[:, :, None], True)
+    logits, tensors = step(
+        rearrange(tokens, "(b k) -> b k", k=k),
+        repeat(cache.positions, "b -> b k", k=k),
+        slots,
+        visible,
+        torch.arange(k, device=tokens.device),
+        cache.slot_positions,
+        cache.tensors,
+    )
+    cache = cache._replace(
+        tensors=tensors, visible=visible, positions=cache.positions + 1, next_slots=cache.next_slots + 1
+    )
+    return rearrange(logits, "b k v -> (b k) v"), cache
+
+
+def prompt_visible(attention_mask: Tensor, slots: Tensor, l: int) -> Tensor:
+    """`[b, s, l]` bool: prompt tokens in `slots` `[s]` see the real tokens up to themselves, and themselves.
+
+    A pad sees itself alone: a row that sees nothing would be softmax over nothing, NaN.
+    """
+    every = torch.arange(l, device=slots.device)
+    own = every == slots[:, None]  # [s, l]
+    before = every <= slots[:, None]  # [s, l]
+    return before & _pad_right(attention_mask, l)[:, None, :] | own
+
+
+def rows_by_length(attention_mask: Tensor) -> Iterator[Tensor]:
+    """Row numbers `[n]` of the prompts of each length, for programs that read unpadded rows only."""
+    lengths = attention_mask.sum(-1)  # [b]
+    for length in lengths.unique():
+        yield (lengths == length).nonzero()[:, 0]
+
+
+def _pad_right(mask: Tensor, l: int) -> Tensor:
+    return torch.nn.functional.pad(mask, (0, l - mask.shape[1]))

@@ -1,9 +1,10 @@
 """The static cache: tensors of slots, who sees which slot, and how beams share or copy them.
 
-A row of the cache is one text or one prompt with all its beams. In the *shared* layout the `k` beams of a prompt are `k`
-tokens of one row: the prompt is held once, `visible` says which slots each beam sees, a reorder gathers that small mask, and a
-slot that no beam sees is free again (tree attention: DeFT, arXiv 2404.00242; trie beam search, arXiv 2502.00085). In the
-*expanded* layout every beam is a row of its own: the tensors are repeated, and a reorder copies what follows the prompt.
+A row of the cache is one text or one prompt with all its beams. In the *shared* layout the `k` beams of a prompt are
+`k` tokens of one row: the prompt is held once, `visible` says which slots each beam sees, a reorder gathers that small
+mask, and a slot that no beam sees is free again (tree attention: DeFT, arXiv 2404.00242; trie beam search, arXiv
+2502.00085). In the *expanded* layout every beam is a row of its own: the tensors are repeated, and a reorder copies
+what follows the prompt.
 
     cache = share(cache, k=4)                       # or expand(cache, k=4)
     cache = reorder(cache, parents)                 # beams continue from these parents
@@ -25,7 +26,7 @@ class Cache(NamedTuple):
     slot_positions: Tensor  # [b, l] int64: the position of the token held in each slot
     visible: Tensor  # [b, k, l] bool: the slots that each beam sees
     positions: Tensor  # [b] int64: the position of each row's next token
-    next_slots: Tensor  # [b] int64: the first slot after the prompt and what followed it; used where slots stay in order
+    next_slots: Tensor  # [b] int64: the first slot after all that was read; used where slots stay in order
     prompt: int  # slots below this one hold prompt in every row: equal among the beams of a prompt, never copied
 
 
@@ -45,9 +46,9 @@ def allocate(
 
 
 def grow(cache: Cache, l: int) -> Cache:
-    """Room for `l` slots; what is held stays in its slots. One tensor is copied at a time, so that the peak is one tensor."""
+    """Room for `l` slots; what is held stays in its slots. Tensors are copied one by one: only one is there twice."""
     tensors = cache.tensors
-    for i, axis in enumerate(cache.slot_axes):
+     for i, axis in enumerate(cache.slot_axes):
         tensors[i] = tensors[i] if axis is None else _pad(tensors[i], axis, l)
     return cache._replace(slot_positions=_pad(cache.slot_positions, 1, l), visible=_pad(cache.visible, 2, l))
 
@@ -90,7 +91,7 @@ def reorder(cache: Cache, parents: Tensor) -> Cache:
 
 
 def take_slots(cache: Cache) -> Tensor:
-    """`[b, k]`: a slot for each beam's next token: the next in order, or for beams that share a row, any that none sees."""
+    """`[b, k]`: a slot for each beam's next token: the next in order, or for beams of one row, any that none sees."""
     if cache.visible.shape[1] == 1:
         return cache.next_slots[:, None]
     free = ~cache.visible.any(dim=1)  # [b, l]
@@ -112,7 +113,8 @@ def join(caches: list[Cache], order: Tensor) -> Cache:
         torch.cat([getattr(c, field) for c in caches])[order]
         for field in ("slot_positions", "visible", "positions", "next_slots")
     )
-    return Cache(parts, caches[0].slot_axes, slot_positions, visible, positions, next_slots, prompt=min(c.prompt for c in caches))
+    prompt = min(c.prompt for c in caches)
+    return Cache(parts, caches[0].slot_axes, slot_positions, visible, positions, next_slots, prompt)
 
 
 def _pad(tensor: Tensor, axis: int, l: int) -> Tensor:

@@ -5,15 +5,15 @@
     exported = export_for_generation(model)
     ids = generate(exported, input_ids, num_beams=4, max_new_tokens=32)     # [b, t] prompts in, [b, t + new] out
 
-The prompt is read once, however many beams or samples are asked for; the options and the results are those of transformers'
-`generate`. This file is the story; `config.py` reads the options, `program.py` opens the artifact, `prefill.py` runs it,
-`cache.py` holds what it has read, `strategies.py` decides, and `export.py` makes artifacts.
+The prompt is read once, however many beams or samples are asked for; the options and the results are those of
+transformers' `generate`. This file is the story; `config.py` reads the options, `program.py` opens the artifact,
+`prefill.py` runs it, `cache.py` holds what it has read, `strategies.py` decides, and `export.py` makes artifacts.
 """
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from einops import repeat
@@ -30,8 +30,8 @@ if __package__:
     from .prefill import decode, prefill, rows_by_length
     from .program import Program, load
 else:
-    import cache as slots  # type: ignore[no-redef]
-    import strategies  # type: ignore[no-redef]
+    import cache as slots
+    import strategies
     from config import Request, check_inputs, read_config
     from export import export_for_generation
     from prefill import decode, prefill, rows_by_length
@@ -39,7 +39,7 @@ else:
 
 __all__ = ["Program", "export_for_generation", "generate", "load"]
 
-Output = GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
+Output: TypeAlias = Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
 
 PREFILL_CHUNK = 512  # tokens of a prompt fed at once
 ROOM = 64  # slots the cache grows by
@@ -55,7 +55,7 @@ def generate(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     **cfg: Any,
-) -> Tensor | Output:
+) -> Output:
     """Continue the prompts `input_ids` `[b, t]`, as transformers' eager `generate` would.
 
     Args:
@@ -76,18 +76,17 @@ def generate(
     """
     program = load(exported)
     ids, mask = check_inputs(input_ids, attention_mask, program.vocab_size, program.device)
-    request = read_config(
-        program.generation_config, generation_config, cfg, ids, mask, program.vocab_size, logits_processor, stopping_criteria
-    )
+    customs = (logits_processor, stopping_criteria)
+    defaults, v, positions = program.generation_config, program.vocab_size, program.max_positions
+    request = read_config(defaults, generation_config, cfg, ids, mask, v, *customs, max_positions=positions)
     check_room(program, mask, request.config.max_length)
     plan = choose_strategy(request, ids)
-    k = plan.texts // len(ids)
 
     if request.streamer is not None:
         request.streamer.put(ids.cpu())
     logits, cache = read_prompts(program, ids, mask, request.config)
-    cache = (slots.share if shares_prompt(program, request) else slots.expand)(cache, k)
-    turn = plan.step(plan.start, checked(repeat(logits, "b v -> (b k) v", k=k), request))
+    cache = (slots.share if shares_prompt(program, request) else slots.expand)(cache, plan.k)
+    turn = plan.step(plan.start, checked(repeat(logits, "b v -> (b k) v", k=plan.k), request))
     while True:
         if request.streamer is not None:
             request.streamer.put(turn.tokens.cpu())
@@ -95,7 +94,7 @@ def generate(
             break
         if turn.parents is not None:
             cache = slots.reorder(cache, turn.parents)
-        cache = with_room(program, cache, request.config.max_length)
+        cache = with_room(cache)
         logits, cache = decode(program.step, cache, slots.take_slots(cache), turn.tokens)
         turn = plan.step(turn.state, checked(logits, request))
     if request.streamer is not None:
@@ -106,47 +105,62 @@ def generate(
 class Plan(NamedTuple):
     """A strategy with its options settled: the loop has no branch per option."""
 
-    texts: int  # r: rows of logits each step takes
+    k: int  # texts of each prompt
     start: Any
     step: Callable[[Any, Tensor], strategies.Turn]  # (state, logits [r, v]) -> Turn
-    finish: Callable[[Any], Tensor | Output]
+    finish: Callable[[Any], Output]
 
 
 def choose_strategy(request: Request, ids: Tensor) -> Plan:
     """The strategy that `request` asks for, begun on prompts `ids` `[b, t]`."""
     config = request.config
-    keep = (config.return_dict_in_generate and config.output_scores, config.return_dict_in_generate and config.output_logits)
-    lists = {"processors": request.processors, "criteria": request.criteria}
-    b, pad = len(ids), config.pad_token_id
     if config.num_beams == 1:
-        k = config.num_return_sequences
-        choose = partial(strategies.sample, generator=request.generator) if config.do_sample else strategies.greedy
-        # transformers pads finished texts only where an eos can finish them
-        padded = any(hasattr(criterion, "eos_token_id") for criterion in request.criteria)
-        step = partial(strategies.text_step, **lists, choose=choose, pad=pad if padded else None)
-        start = strategies.start_texts(ids, k, config.max_length, *keep)
-        return Plan(b * k, start, step, partial(text_output, config=config))
-
-    k, pad = config.num_beams, 0 if pad is None else pad
+        return plan_texts(request, ids)
+    pad = config.pad_token_id or 0
+    draw = partial(strategies.draw_sampled, generator=request.generator) if config.do_sample else strategies.draw_best
     rules = strategies.BeamRules(
         prompt_length=ids.shape[1],
         max_length=config.max_length,
         length_penalty=config.length_penalty,
         early_stopping=config.early_stopping,
         eos=tuple(config.eos_token_id),
-        draw=partial(strategies.draw_sampled, generator=request.generator) if config.do_sample else strategies.draw_best,
+        pad=pad,
+        draw=draw,
     )
-    if config.num_beam_groups > 1:
-        step = partial(
-            strategies.group_beam_step, **lists, rules=rules, diversity_penalty=config.diversity_penalty, pad=pad
-        )
-        start = strategies.start_groups(ids, k, config.num_beam_groups, config.max_length, pad, *keep)
-        finish = partial(strategies.finish_groups, n=config.num_return_sequences, rules=rules)
-        return Plan(b * k, start, step, lambda groups: beam_output(finish(groups), groups.scores, groups.logits, config))
-    step = partial(strategies.beam_step, **lists, rules=rules)
-    start = strategies.start_beams(ids, k, config.max_length, pad, *keep)
-    finish = partial(strategies.finish_beams, n=config.num_return_sequences)
-    return Plan(b * k, start, step, lambda beams: beam_output(finish(beams), beams.step_scores, beams.step_logits, config))
+    lists = {"processors": request.processors, "criteria": request.criteria, "rules": rules}
+    k, n, groups = config.num_beams, config.num_return_sequences, config.num_beam_groups
+    step: Callable[..., strategies.Turn]
+    if groups > 1:
+        step = partial(strategies.group_beam_step, **lists, diversity_penalty=config.diversity_penalty)
+        start: Any = strategies.start_groups(ids, k, groups, rules, *kept(config))
+        finish = partial(strategies.finish_groups, n=n, rules=rules)
+    else:
+        step = partial(strategies.beam_step, **lists)
+        start = strategies.start_beams(ids, k, rules, *kept(config))
+        finish = partial(strategies.finish_beams, n=n)
+    return Plan(k, start, step, lambda state: beam_output(*finish(state), state.step_scores, state.step_logits, config))
+
+
+def plan_texts(request: Request, ids: Tensor) -> Plan:
+    """Greedy decoding or sampling of prompts `ids` `[b, t]`."""
+    config, k = request.config, request.config.num_return_sequences
+    # as in transformers, finished texts are padded only where an eos can finish them
+    padded = any(hasattr(criterion, "eos_token_id") for criterion in request.criteria)
+    step = partial(
+        strategies.text_step,
+        processors=request.processors,
+        criteria=request.criteria,
+        choose=partial(strategies.sample, generator=request.generator) if config.do_sample else strategies.greedy,
+        pad=config.pad_token_id if padded else None,
+    )
+    start = strategies.start_texts(ids, k, config.max_length, *kept(config))
+    return Plan(k, start, step, partial(text_output, config=config))
+
+
+def kept(config: GenerationConfig) -> tuple[bool, bool]:
+    """Whether each step's scores and logits are kept for the output."""
+    asked = config.return_dict_in_generate
+    return asked and config.output_scores, asked and config.output_logits
 
 
 def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: GenerationConfig) -> tuple[Tensor, slots.Cache]:
@@ -154,7 +168,8 @@ def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: Generation
     chunk = min(config.prefill_chunk_size or PREFILL_CHUNK, program.max_feed or ids.shape[1])
 
     def read(ids: Tensor, mask: Tensor) -> tuple[Tensor, slots.Cache]:
-        cache = slots.allocate(program.empty, program.slot_axes, len(ids), program.max_slots or min(chunk, ids.shape[1]), ids.device)
+        l = program.max_slots or min(chunk, ids.shape[1])
+        cache = slots.allocate(program.empty, program.slot_axes, len(ids), l, ids.device)
         return prefill(program.step, slots.grow, cache, ids, mask, chunk, 0 if program.max_slots else ROOM)
 
     if program.free_slots:
@@ -165,12 +180,10 @@ def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: Generation
     return torch.cat([logits for logits, _ in parts])[order], slots.join([cache for _, cache in parts], order)
 
 
-def with_room(program: Program, cache: slots.Cache, max_length: int) -> slots.Cache:
+def with_room(cache: slots.Cache) -> slots.Cache:
     """A cache with a free slot for each beam; it grows in steps, so that cost follows the slots in use."""
-    k, l = cache.visible.shape[1:]
-    if slots.slots_left(cache) >= k:
-        return cache
-    return slots.grow(cache, l + max(ROOM, l // 8, k))
+    _, k, l = cache.visible.shape
+    return cache if slots.slots_left(cache) >= k else slots.grow(cache, l + max(ROOM, l // 8, k))
 
 
 def shares_prompt(program: Program, request: Request) -> bool:
@@ -181,10 +194,11 @@ def shares_prompt(program: Program, request: Request) -> bool:
 def check_room(program: Program, mask: Tensor, max_length: int) -> None:
     """Raise `ValueError` if the longest text does not fit; the last token is chosen but never fed."""
     new, prompt = max_length - mask.shape[1], int(mask.sum(-1).max())
-    for most, what in ((program.max_slots, "this program holds {} slots"), (program.max_positions, "the model has {} positions")):
+    limits = {"this program holds {:,} slots": program.max_slots, "the model has {:,} positions": program.max_positions}
+    for what, most in limits.items():
         if most is not None and prompt + new - 1 > most:
             raise ValueError(
-                f"the longest prompt has {prompt:,} tokens and {new:,} new ones are asked for, but {what.format(f'{most:,}')}: "
+                f"the longest prompt has {prompt:,} tokens and {new:,} new are asked for, but {what.format(most)}: "
                 f"shorten the prompt, or set max_new_tokens to {max(most - prompt + 1, 0):,} or less"
             )
 
@@ -197,7 +211,7 @@ def checked(logits: Tensor, request: Request) -> Tensor:
     return logits
 
 
-def text_output(texts: strategies.Texts, config: GenerationConfig) -> Tensor | Output:
+def text_output(texts: strategies.Texts, config: GenerationConfig) -> Output:
     sequences = texts.sequences[:, : texts.length]
     if not config.return_dict_in_generate:
         return sequences
@@ -205,12 +219,13 @@ def text_output(texts: strategies.Texts, config: GenerationConfig) -> Tensor | O
 
 
 def beam_output(
-    finished: tuple[Tensor, Tensor, Tensor],
+    sequences: Tensor,
+    sequences_scores: Tensor,
+    parents: Tensor,
     scores: tuple[Tensor, ...] | None,
     logits: tuple[Tensor, ...] | None,
     config: GenerationConfig,
-) -> Tensor | Output:
-    sequences, sequences_scores, parents = finished
+) -> Output:
     if not config.return_dict_in_generate:
         return sequences
     return GenerateBeamDecoderOnlyOutput(

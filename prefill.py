@@ -1,11 +1,11 @@
 """Everything that runs the program: `prefill` reads the prompts once, `decode` feeds one token to every beam.
 
-    logits, cache = prefill(program.step, grow, cache, input_ids, attention_mask, chunk=512, room=64)  # [b, v]
-    logits, cache = decode(program.step, cache, slots, tokens)                                           # [(b k), v]
+logits, cache = prefill(program.step, grow, cache, input_ids, attention_mask, chunk=512, room=64)  # [b, v]
+logits, cache = decode(program.step, cache, slots, tokens)                                           # [(b k), v]
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -14,38 +14,22 @@ from torch import Tensor
 Step = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
-class Slots(Protocol):
-    """What is read and replaced of a cache; `cache.py` says what each field holds."""
-
-    @property
-    def tensors(self) -> list[Tensor]: ...
-    @property
-    def slot_positions(self) -> Tensor: ...  # [b, l]
-    @property
-    def visible(self) -> Tensor: ...  # [b, k, l]
-    @property
-    def positions(self) -> Tensor: ...  # [b]
-    @property
-    def next_slots(self) -> Tensor: ...  # [b]
-    def _replace(self, **changes: Any) -> Any: ...
-
-
-C = TypeVar("C", bound=Slots)
+Cache = Any  # of cache.py, which says what its fields hold; named here only, so that this file stands alone
 
 
 def prefill(
     step: Step,
-    grow: Callable[[C, int], C],
-    cache: C,
+    grow: Callable[[Cache, int], Cache],
+    cache: Cache,
     input_ids: Tensor,
     attention_mask: Tensor,
     chunk: int,
     room: int,
-) -> tuple[Tensor, C]:
-    """Read prompts `input_ids` `[b, t]` once into an empty cache, left padding where `attention_mask` `[b, t]` is False.
+) -> tuple[Tensor, Cache]:
+    """Read prompts `input_ids` `[b, t]` once into an empty cache; `attention_mask` `[b, t]` is False on left padding.
 
-    The prompt is fed `chunk` columns at a time, each attending to what exists by then, so that nothing but the cache grows
-    with its length. The cache ends with `room` slots to spare. Returns the last column's logits `[b, v]`.
+    The prompt is fed `chunk` columns at a time, each attending to what exists by then, so that nothing but the cache
+    grows with its length. The cache ends with `room` slots to spare. Returns the last column's logits `[b, v]`.
     """
     b, t = input_ids.shape
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # a pad's position does not matter: nobody sees it
@@ -72,7 +56,7 @@ def prefill(
     )
 
 
-def decode(step: Step, cache: C, slots: Tensor, tokens: Tensor) -> tuple[Tensor, C]:
+def decode(step: Step, cache: Cache, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Cache]:
     """Feed `tokens` `[(b k)]`, one to each beam, into `slots` `[b, k]`; returns logits `[(b k), v]`."""
     _, k, _ = cache.visible.shape
     visible = cache.visible.scatter(2, slots[:, :, None], True)

@@ -4,8 +4,8 @@
     turn = beam_step(beams, logits, processors, criteria, rules)               # beam search, beam sampling
     turn = group_beam_step(groups, logits, processors, criteria, rules)        # group beam search
 
-Logits come as `[r, v]`, one row for each of the `r = b * k` texts. `processors(ids [r, t], scores [r, v]) -> [r, v]` and
-`criteria(ids [r, t], scores) -> [r] bool` are transformers' lists, or any functions like them.
+Logits come as `[r, v]`, one row for each of the `r = b * k` texts. `processors(ids [r, t], scores [r, v]) -> [r, v]`
+and `criteria(ids [r, t], scores) -> [r] bool` are transformers' lists, or any functions like them.
 """
 
 from collections.abc import Callable
@@ -108,6 +108,7 @@ class BeamRules(NamedTuple):
     length_penalty: float
     early_stopping: bool | Literal["never"]
     eos: tuple[int, ...]
+    pad: int
     draw: Callable[[Tensor, int], Tensor]  # (scores [b, n], number) -> indices [b, number], best first
 
 
@@ -121,14 +122,13 @@ class Candidates(NamedTuple):
     parents: Tensor  # [b, c, new_max]
 
 
-def start_beams(
-    input_ids: Tensor, k: int, max_length: int, pad: int, keep_scores: bool, keep_logits: bool
-) -> Beams:
-    """`k` beams for each prompt of `input_ids` `[b, t]`. All but the first start hopeless, so that the first step tells them apart."""
+def start_beams(input_ids: Tensor, k: int, rules: BeamRules, keep_scores: bool, keep_logits: bool) -> Beams:
+    """`k` beams for each prompt of `input_ids` `[b, t]`; all but the first start hopeless, to break the tie."""
     b, t = input_ids.shape
     device = input_ids.device
-    sequences = repeat(torch.nn.functional.pad(input_ids, (0, max_length - t), value=pad), "b t -> b k t", k=k)
-    parents = torch.full((b, k, max_length - t), -1, dtype=torch.int32, device=device)
+    new = rules.max_length - t
+    sequences = repeat(torch.nn.functional.pad(input_ids, (0, new), value=rules.pad), "b t -> b k t", k=k)
+    parents = torch.full((b, k, new), -1, dtype=torch.int32, device=device)
     scores = torch.full((b, k), NEVER, device=device)
     return Beams(
         sequences=sequences,
@@ -179,9 +179,9 @@ def beam_step(beams: Beams, logits: Tensor, processors: Processors, criteria: Cr
 def best_continuations(beams: Beams, log_probs: Tensor, first_rows: Tensor, rules: BeamRules) -> Candidates:
     """The best continuations of all beams by accumulated score; `log_probs` is `[b, k, v]`, `first_rows` `[b]`.
 
-    Each beam can end in every eos at once, so `k * (1 + eos)` of them leave `k` to go on with (transformers issue 25103).
+    Each beam may end in every eos at once: of `k * (1 + eos)`, `k` can go on (transformers issue 25103).
     """
-    b, k, v = log_probs.shape
+    _, k, v = log_probs.shape
     total = rearrange(log_probs + beams.scores[:, :, None], "b k v -> b (k v)")
     chosen = rules.draw(total, min(max(2, 1 + len(rules.eos)) * k, k * v))  # [b, c]
     origins, tokens = chosen // v, chosen % v
@@ -243,15 +243,15 @@ class Groups(NamedTuple):
     """Group beam search: one `Beams` of `k / g` beams for each of the `g` groups; `parents` count all `b * k` rows."""
 
     beams: tuple[Beams, ...]
-    scores: tuple[Tensor, ...] | None  # each step's processed [(b k), v], where they are asked for
-    logits: tuple[Tensor, ...] | None
+    step_scores: tuple[Tensor, ...] | None  # each step's processed [(b k), v], where they are asked for
+    step_logits: tuple[Tensor, ...] | None
 
 
 def start_groups(
-    input_ids: Tensor, k: int, groups: int, max_length: int, pad: int, keep_scores: bool, keep_logits: bool
+    input_ids: Tensor, k: int, groups: int, rules: BeamRules, keep_scores: bool, keep_logits: bool
 ) -> Groups:
     """`k` beams in `groups` groups for each prompt of `input_ids` `[b, t]`."""
-    beams = start_beams(input_ids, k // groups, max_length, pad, False, False)
+    beams = start_beams(input_ids, k // groups, rules, False, False)
     return Groups((beams,) * groups, () if keep_scores else None, () if keep_logits else None)
 
 
@@ -262,12 +262,11 @@ def group_beam_step(
     criteria: Criteria,
     rules: BeamRules,
     diversity_penalty: float,
-    pad: int,
 ) -> Turn:
     """A beam search step for one group after another, each paying for tokens that groups before it took in this step.
 
-    Diverse beam search, arXiv 1610.02424, as transformers had it until 4.56: a group is done when its own finished texts
-    cannot be beaten, and from then on continues with the pad token, which later groups pay for too.
+    Diverse beam search, arXiv 1610.02424, as transformers had it until 4.56: a group is done when its own finished
+    texts cannot be beaten, and from then on continues with the pad token, which later groups pay for too.
     """
     g = len(groups.beams)
     b, k, _ = groups.beams[0].sequences.shape  # k: beams of a group
@@ -278,22 +277,20 @@ def group_beam_step(
         penalised = log_probs[i] - diversity_penalty * taken[:, None]
         scores.append(processors(_texts(group), rearrange(penalised, "b k v -> (b k) v")))
         first_rows = torch.arange(b, device=logits.device) * g * k + i * k
-        group, new_tokens, new_parents = _group_step(group, scores[i], first_rows, rules, pad)
+        group, new_tokens, new_parents = _group_step(group, scores[i], first_rows, rules)
         taken = taken.scatter_add(1, new_tokens, torch.ones_like(new_tokens, dtype=taken.dtype))
         beams.append(group)
         tokens.append(new_tokens)
         parents.append(new_parents)
     by_row = rearrange([rearrange(s, "(b k) v -> b k v", k=k) for s in scores], "g b k v -> (b g k) v")
-    groups = Groups(tuple(beams), _record(groups.scores, by_row), _record(groups.logits, logits))
+    groups = Groups(tuple(beams), _record(groups.step_scores, by_row), _record(groups.step_logits, logits))
     unfinished = torch.stack([group.improvable for group in beams]).any()
     running = rearrange([_texts(group) for group in beams], "g r t -> (g r) t")
-    going = bool(unfinished & ~criteria(running, groups.scores).all())
+    going = bool(unfinished & ~criteria(running, groups.step_scores).all())
     return Turn(groups, rearrange(tokens, "g b k -> (b g k)"), rearrange(parents, "g b k -> (b g k)"), going)
 
 
-def _group_step(
-    beams: Beams, scores: Tensor, first_rows: Tensor, rules: BeamRules, pad: int
-) -> tuple[Beams, Tensor, Tensor]:
+def _group_step(beams: Beams, scores: Tensor, first_rows: Tensor, rules: BeamRules) -> tuple[Beams, Tensor, Tensor]:
     """One group's step from its processed `scores` `[(b k), v]`; returns its tokens and parents `[b, k]` too."""
     k = beams.sequences.shape[1]
     candidates = best_continuations(beams, rearrange(scores, "(b k) v -> b k v", k=k), first_rows, rules)
@@ -302,7 +299,7 @@ def _group_step(
     done = ~beams.improvable[:, None]  # [b, 1]
     beams = keep_finished(beams, candidates, stopped, rules)
     beams, tokens, parents = keep_running(beams, candidates, stopped, first_rows)
-    tokens = tokens.where(~done, pad)
+    tokens = tokens.where(~done, rules.pad)
     beams.sequences[:, :, beams.length - 1] = tokens
     full = beams.finished.all(1)
     improvable = ~full if rules.early_stopping is True else may_improve(beams, candidates.scores[:, 0], rules)
@@ -336,7 +333,7 @@ def finish_groups(groups: Groups, n: int, rules: BeamRules) -> tuple[Tensor, Ten
 
 
 def _merge_finished(beams: Beams, candidates: Candidates, scores: Tensor, new: Tensor) -> Beams:
-    """The `k` best of the finished texts and `candidates`, by `scores` `[b, c]`; `new` `[b, c]` says which are finished."""
+    """The `k` best of the finished texts and `candidates`, by `scores` `[b, c]`; `new` `[b, c]`: which are finished."""
     merged = torch.cat((beams.finished_scores, scores), 1)
     best = torch.topk(merged, beams.finished.shape[1]).indices  # [b, k]
     rows = best[:, :, None]

@@ -48,7 +48,7 @@ def allocate(
 def grow(cache: Cache, l: int) -> Cache:
     """Room for `l` slots; what is held stays in its slots. Tensors are copied one by one: only one is there twice."""
     tensors = cache.tensors
-     for i, axis in enumerate(cache.slot_axes):
+    for i, axis in enumerate(cache.slot_axes):
         tensors[i] = tensors[i] if axis is None else _pad(tensors[i], axis, l)
     return cache._replace(slot_positions=_pad(cache.slot_positions, 1, l), visible=_pad(cache.visible, 2, l))
 
@@ -63,9 +63,10 @@ def expand(cache: Cache, k: int) -> Cache:
     if k == 1:
         return cache
     return Cache(
-        tensors=[repeat(t, "b ... -> (b k) ...", k=k) for t in cache.tensors],
+        # contiguous(): repeating one row makes a view of it, which the rows would all write to
+        tensors=[repeat(t, "b ... -> (b k) ...", k=k).contiguous() for t in cache.tensors],
         slot_axes=cache.slot_axes,
-        slot_positions=repeat(cache.slot_positions, "b l -> (b k) l", k=k),
+        slot_positions=repeat(cache.slot_positions, "b l -> (b k) l", k=k).contiguous(),
         visible=repeat(cache.visible, "b 1 l -> (b k) 1 l", k=k),
         positions=repeat(cache.positions, "b -> (b k)", k=k),
         next_slots=repeat(cache.next_slots, "b -> (b k)", k=k),
@@ -108,6 +109,8 @@ def slots_left(cache: Cache) -> int:
 
 def join(caches: list[Cache], order: Tensor) -> Cache:
     """Rows that were read apart, in one cache: row `i` is row `order[i]` of all of `caches`, one after the other."""
+    l = max(c.visible.shape[2] for c in caches)
+    caches = [grow(c, l) for c in caches]
     parts = [torch.cat(held)[order] for held in zip(*(c.tensors for c in caches), strict=True)]
     slot_positions, visible, positions, next_slots = (
         torch.cat([getattr(c, field) for c in caches])[order]

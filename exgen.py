@@ -187,8 +187,8 @@ def with_room(cache: slots.Cache) -> slots.Cache:
 
 
 def shares_prompt(program: Program, request: Request) -> bool:
-    """Whether the beams of a prompt share its row of the cache."""
-    return program.free_slots
+    """Whether the beams of a prompt share its row of the cache. In a fixed number of slots they may not fit."""
+    return program.free_slots and program.max_slots is None
 
 
 def check_room(program: Program, mask: Tensor, max_length: int) -> None:

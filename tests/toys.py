@@ -124,19 +124,20 @@ class Call(NamedTuple):
     """What one call of a program's `step` was fed."""
 
     shape: tuple[int, int]  # b, s
-    slots: Tensor
-    positions: Tensor
-    state: int  # bytes
+    tokens: Tensor  # [b, s]
+    positions: Tensor  # [b, s]
+    slots: Tensor  # [b, s]
+    held: int  # l: slots of the cache
 
 
 def watched(program: Program, during: Callable[[], None] = lambda: None) -> tuple[Program, list[Call]]:
-    """`program`, and the calls it gets from now on; `during` runs inside each of them."""
+    """`program`, and the calls that it gets from now on; `during` runs inside each of them."""
     calls: list[Call] = []
 
     def step(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-        input_ids, position_ids, slots, _, _, _, tensors = inputs
+        tokens, positions, slots, visible, *_ = inputs
         during()
-        calls.append(Call(tuple(input_ids.shape), slots.clone(), position_ids.clone(), sum(t.nbytes for t in tensors)))
+        calls.append(Call(tuple(tokens.shape), tokens.clone(), positions.clone(), slots.clone(), visible.shape[2]))
         return program.step(*inputs)
 
     return program._replace(step=step), calls

@@ -26,18 +26,18 @@ if __package__:
     from . import cache as slots
     from . import strategies
     from .config import Request, check_inputs, read_config
-    from .export import export_for_generation
+    from .export import compile_for_generation, export_for_generation
     from .prefill import decode, prefill, rows_by_length
     from .program import Program, load
 else:
     import cache as slots
     import strategies
     from config import Request, check_inputs, read_config
-    from export import export_for_generation
+    from export import compile_for_generation, export_for_generation
     from prefill import decode, prefill, rows_by_length
     from program import Program, load
 
-__all__ = ["Program", "export_for_generation", "generate", "load"]
+__all__ = ["Program", "compile_for_generation", "export_for_generation", "generate", "load"]
 
 Output: TypeAlias = Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from toys import VOCAB, exported_history, history, history_oracle, table, watched
 
-from exgen import Program, generate, load
+import exgen
+from exgen import Program, load
 
 torch.set_num_threads(1)
+generate: Any = exgen.generate  # a tensor or an output, as the options say
 PROMPT = [3, 1, 4, 1, 5, 9]
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None}
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ Each architecture goes through every combination of beams, penalties, stopping a
 under one seed. The grid counts the texts that end early: an eos that no text meets would test little.
 """
 
+import inspect
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tiny import CONFIGS, VOCAB, tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 
 import demo
 from exgen import Program, export_for_generation, generate, load
@@ -87,7 +88,7 @@ def test_beams_are_those_of_eager_and_most_texts_end_early(name: str) -> None:
     ended = []
     for num_beams, length_penalty, early_stopping, several_eos, all_returned in product(*BEAMS.values()):
         eos = s.eos if several_eos else s.eos[:1]
-        cfg = {
+        cfg: dict[str, Any] = {
             "num_beams": num_beams,
             "length_penalty": length_penalty,
             "early_stopping": early_stopping,
@@ -131,14 +132,15 @@ FILTERS: dict[str, dict[str, Any]] = {
     "mixture of filters of sampling": {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "typical_p": 0.9, "min_p": 0.01},
     "mixture for repetition": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "top_k": 20},
     "mixture of words and ends": {
-        "bad_words_ids": [[5], [6, 7]],
+        "sequence_bias": {(11,): 4.0, (12, 13): -9.0},
         "suppress_tokens": [30, 31, 32],
         "exponential_decay_length_penalty": (3, 1.2),
-        "forced_eos_token_id": 22,
-        "eta_cutoff": 0.02,
+        "begin_suppress_tokens": [33, 34],
+        "epsilon_cutoff": 0.01,
         "renormalize_logits": True,
     },
 }
+DRAWS_ARE_SORTED = ".sort(" in inspect.getsource(GenerationMixin._get_top_k_continuations)  # from transformers 5 on
 STRATEGIES: list[dict[str, Any]] = [{"num_return_sequences": 2}, {"num_beams": 3, "num_return_sequences": 2}]
 
 
@@ -147,6 +149,8 @@ STRATEGIES: list[dict[str, Any]] = [{"num_return_sequences": 2}, {"num_beams": 3
 def test_drawn_texts_are_those_of_eager_under_one_seed(strategy: dict[str, Any], filters: str) -> None:
     if filters == "top_h" and not hasattr(GenerationConfig(), "top_h"):
         pytest.skip("this transformers has no top_h")
+    if "num_beams" in strategy and not DRAWS_ARE_SORTED:
+        pytest.skip("this transformers takes the beams that it drew in no order, and thus others as finished")
     for seed, name in enumerate(CONFIGS):
         s = subject(name)
         if filters == "forced_bos_token_id":  # acts on prompts of one token
@@ -157,11 +161,8 @@ def test_drawn_texts_are_those_of_eager_under_one_seed(strategy: dict[str, Any],
 
 def test_a_real_model_answers_as_eager() -> None:
     folder = demo.smollm2()
-    file = folder / "program.pt2"
-    if not file.exists():
-        demo.export(str(folder), file)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = demo.encode(AutoTokenizer.from_pretrained(folder), "Name three colours of the sky.")
-    real = Subject(model, load(file), ids, torch.ones_like(ids), [])
+    real = Subject(model, load(export_for_generation(model)), ids, torch.ones_like(ids), [])
     for cfg in ({}, {"num_beams": 4, "num_return_sequences": 4}, {"do_sample": True, "num_return_sequences": 2}):
         require_equal(*both(real, max_new_tokens=12, **cfg), cfg)

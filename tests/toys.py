@@ -38,6 +38,10 @@ def table(logits: Tensor, **limits: Any) -> Program:
 class History(nn.Module):
     """Contract of a step program, with one layer of keys `[b, 1, l, d]`; values are not used but written."""
 
+    tokens: Tensor
+    frequencies: Tensor
+    out: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)

@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
 from torch._inductor.package import package_aoti
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
@@ -403,7 +403,7 @@ def first_line(error: Exception) -> str:
 
 
 def compile_for_generation(exported: ExportedProgram, path: str | Path) -> Path:
-    """Compile a step program for this machine's CPU into one AOTInductor package at `path`; takes minutes, shows progress.
+    """Compile a step program for this machine's CPU into an AOTInductor package at `path`; it takes minutes.
 
     The package has two entry points over one copy of the weights: `decode` for calls of few tokens, `prefill` for many.
     No kernel is chosen by timing, so a busy machine compiles the same package as an idle one. Raises `ValueError` for a
@@ -415,23 +415,25 @@ def compile_for_generation(exported: ExportedProgram, path: str | Path) -> Path:
     if Path(path).suffix != ".pt2":
         raise ValueError(f"path is {path}: AOTInductor packages end in .pt2")
     metadata = json.loads(text)
-    shapes = [[tuple(shape) for shape in metadata[name]] for name in ("keys", "values")]
-    shape = CacheShape(*shapes, getattr(torch, metadata["dtype"]), next(iter(exported.state_dict.values())).device)
+    device = next(iter(exported.state_dict.values())).device
+    shape = CacheShape(metadata["keys"], metadata["values"], getattr(torch, metadata["dtype"]), device)
     # Loops are laid out for the example's sizes: a decode step of some beams, a prefill chunk.
     examples = {"decode": (3, 5, 300, 2), "prefill": (2, 256, 640, 3)}
-    files = {}
+    files: dict[str, Any] = {}
     for name, example in tqdm(examples.items(), desc="compiling", unit="entry point"):
         module = exported.module(check_guards=False)
         replace_linears(module, metadata["vocab_size"], few_tokens=name == "decode")
         with torch.no_grad():
             entry = traced(module, shape, example)
         options = OPTIONS | {"aot_inductor.metadata": {"exgen": text}}
-        files[name] = torch._inductor.aot_compile(entry.module(check_guards=False), *entry.example_inputs, options=options)
+        files[name] = torch._inductor.aot_compile(
+            entry.module(check_guards=False), *entry.example_inputs, options=options
+        )
     package_aoti(str(path), files)
     return Path(path)
 
 
-# Both entry points are compiled without their weights, which the package holds once and hands to both when it is opened.
+# Both entry points are compiled without their weights; the package holds them once, for both, when it is opened.
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
@@ -441,7 +443,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def replace_linears(module: GraphModule, v: int, few_tokens: bool) -> None:
-    """Linear layers as `streamed_linear`: all of them for `few_tokens`, else the vocabulary's, which sees few as well."""
+    """Linear layers as `streamed_linear`: all of them for `few_tokens`, else the vocabulary's, which sees few too."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.linear.default and (few_tokens or node.meta["val"].shape[-1] == v):
             node.target = streamed_linear

@@ -1,7 +1,7 @@
 """One calling convention over every kind of exported artifact.
 
-`load(exported)` opens an artifact once and returns a `Program`: a pure function from tokens and state to logits and state,
-and what the loop must know about it. No other file knows what kind of artifact runs.
+`load(exported)` opens an artifact once and returns a `Program`: a pure function from tokens and state to logits and
+state, and what the loop must know about it. No other file knows what kind of artifact runs.
 
     program = load("model.pt2")
     tensors = program.empty(1, 16)                               # the cache of one row, 16 slots, nothing read yet
@@ -27,15 +27,17 @@ Step = Callable[..., tuple[Tensor, list[Tensor]]]
 class Program(NamedTuple):
     """An opened artifact.
 
-    `step(input_ids [b, s], position_ids [b, s], slots [b, s], visible [b, s, l], logits_at [n], slot_positions [b, l], tensors)`
-    feeds `s` tokens to each of `b` rows and returns `(logits [b, n, v], tensors)`. All indices are int64, `visible` is bool.
-    Each token writes its key and value to its slot and attends to the slots it may see, its own included. `slot_positions`
-    is updated in place; `tensors` is the state, rows first, which may come back mutated or replaced.
+    `step(input_ids [b, s], position_ids [b, s], slots [b, s], visible [b, s, l], logits_at [n], slot_positions [b, l],
+    tensors)` feeds `s` tokens to each of `b` rows and returns `(logits [b, n, v], tensors)`. All indices are int64,
+    `visible` is bool. Each token writes its key and value to its slot and attends to the slots it may see, its own
+    included. `slot_positions` is updated in place; `tensors` is the state, rows first, mutated or replaced.
     """
 
     step: Step
     empty: Callable[[int, int], list[Tensor]]  # (b, l) -> the state of b rows with l slots that have read nothing
-    slot_axes: tuple[int | None, ...]  # each tensor's slot axis; None: a state without slots, copied and reordered whole
+    slot_axes: tuple[
+        int | None, ...
+    ]  # each tensor's slot axis; None: a state without slots, copied and reordered whole
     free_slots: bool  # obeys `slots` and `visible`; else slots are positions 0, 1, 2, ... and rows are never padded
     max_slots: int | None  # None: as many as memory holds
     max_feed: int | None  # longest `s` of one call
@@ -48,9 +50,9 @@ class Program(NamedTuple):
 def load(exported: "Program | ExportedProgram | str | Path") -> Program:
     """Open an artifact: an `ExportedProgram`, or a path to one saved with `torch.export.save`.
 
-    Opening takes about a second on a 30-layer model and happens once per artifact: the same object, or the same unchanged
-    file, is never opened twice. Raises `FileNotFoundError` or `ValueError` for what is not a program, and `TypeError` for
-    other objects.
+    Opening takes seconds on a 30-layer model and happens once per artifact: the same object, or the same unchanged
+    file, is never opened twice. Raises `FileNotFoundError` or `ValueError` for what is not a program, and `TypeError`
+    for other objects.
     """
     if isinstance(exported, Program):
         return exported
@@ -77,18 +79,26 @@ def _open_file(path: Path) -> Program:
     stat = path.stat()
     key = (path.resolve(), stat.st_mtime_ns, stat.st_size)
     if key not in _opened_files:
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is no exported program: supported are files written by torch.export.save")
-        with zipfile.ZipFile(path) as archive:
-            compiled = any("/data/aotinductor/" in name for name in archive.namelist())
-        _opened_files[key] = open_package(path) if compiled else open_exported_program(torch.export.load(path))
+        _opened_files[key] = _opener(path)(path)
     _opened_files.move_to_end(key)
     while len(_opened_files) > _FILES_KEPT:
         _opened_files.popitem(last=False)
     return _opened_files[key]
 
 
-STEP_INPUTS = ("input_ids", "position_ids", "slots", "visible", "logits_at", "slot_positions", "keys", "values")
+def _opener(path: Path) -> Callable[[Path], Program]:
+    """The function that opens `path`, told by the archive's contents."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if any("/data/aotinductor/" in name for name in names):
+            return open_package
+        if any(name.endswith("/archive_version") for name in names):
+            return lambda path: open_exported_program(torch.export.load(path))
+    raise ValueError(
+        f"{path} is no exported program: supported are files written by torch.export.save, and packages of "
+        "exgen.compile_for_generation"
+    )
 
 
 def open_exported_program(exported: ExportedProgram) -> Program:
@@ -114,7 +124,9 @@ def open_package(path: Path) -> Program:
     """Open an AOTInductor package of `compile_for_generation`: `decode` and `prefill` over one copy of the weights."""
     runners = load_pt2(str(path), load_weights_from_disk=True).aoti_runners
     if runners.keys() != {"decode", "prefill"}:
-        raise ValueError(f"{path} has the entry points {sorted(runners)}: make a package with exgen.compile_for_generation")
+        raise ValueError(
+            f"{path} has the entry points {sorted(runners)}: make a package with exgen.compile_for_generation"
+        )
     decode, prefill = runners["decode"], runners["prefill"]
 
     def call(input_ids: Tensor, *arguments: Any) -> Tensor:
@@ -124,8 +136,10 @@ def open_package(path: Path) -> Program:
 
 
 def _replace_linears(module: torch.fx.GraphModule) -> None:
-    """On a CPU, MKL multiplies one row on one thread, and few rows slowly: 60 to 104 ms for SmolLM2's 1 to 16 rows, where
-    the transposed product of an even number of rows takes 30 to 67, and is no slower for a whole prompt."""
+    """On a CPU, MKL multiplies one row on one thread, and few rows slowly: 60 to 104 ms for SmolLM2's 1 to 16 rows.
+
+    The transposed product of an even number of rows takes 30 to 67 ms, and is no slower for a whole prompt.
+    """
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.linear.default:
             node.target = _linear

@@ -145,9 +145,19 @@ def start_beams(input_ids: Tensor, k: int, rules: BeamRules, keep_scores: bool, 
     )
 
 
-def draw_best(scores: Tensor, number: int) -> Tensor:
-    """Beam search: the `number` best of `[b, n]`."""
-    return torch.topk(scores, number).indices
+def draw_best(scores: Tensor, number: int, block: int = 128) -> Tensor:
+    """Beam search: the `number` best of `[b, n]`.
+
+    The best are in the blocks with the best maxima. For 6 beams of 49,152 tokens, looking there takes 0.06 ms where
+    torch.topk over all takes 0.5 ms, or 3 ms where scores have left the CPU's caches.
+    """
+    n = scores.shape[1]
+    if n < 16 * block * number:
+        return torch.topk(scores, number).indices
+    blocks = rearrange(torch.nn.functional.pad(scores, (0, -n % block), value=-torch.inf), "b (m w) -> b m w", w=block)
+    best = torch.topk(blocks.amax(-1), number).indices  # [b, number], of m
+    within = torch.topk(rearrange(blocks.take_along_dim(best[:, :, None], 1), "b m w -> b (m w)"), number).indices
+    return best.gather(1, within // block) * block + within % block
 
 
 def draw_sampled(scores: Tensor, number: int, generator: torch.Generator | None) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import label
 from torch import Tensor
 from torch.export import ExportedProgram
 from toys import exported_history, history, history_oracle, table, watched
@@ -114,9 +115,9 @@ def test_group_beam_search_gives_what_transformers_gave(program: Program, case: 
         ({"output_scores": True}, {"sequences", "scores"}),
         ({"output_logits": True}, {"sequences", "logits"}),
     ],
-    ids=str,
+    ids=label,
 )
-@pytest.mark.parametrize("strategy", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("strategy", [{}, {"num_beams": 2}], ids=label)
 def test_outputs_hold_what_was_asked_for(
     model: Any, program: Program, strategy: dict[str, Any], flags: dict[str, bool], fields: set[str]
 ) -> None:
@@ -180,7 +181,7 @@ def test_a_streamer_hears_the_same_as_from_eager(model: Any, program: Program, e
     assert ours.heard[-1] == "end"
 
 
-@pytest.mark.parametrize("strategy", [{}, {"num_beams": 4}], ids=str)
+@pytest.mark.parametrize("strategy", [{}, {"num_beams": 4}], ids=label)
 def test_max_time_ends_texts_after_the_token_at_hand(model: Any, program: Program, strategy: dict[str, Any]) -> None:
     cfg = {"attention_mask": MASK, **OPTIONS, **strategy, "max_time": 0.0}
     ours = generate(program, IDS, **cfg)
@@ -314,7 +315,7 @@ def test_transition_scores_sum_to_the_scores_of_beams(
     assert torch.allclose(steps.sum(1), out.sequences_scores * lengths**length_penalty, atol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES["beams"], STRATEGIES["beam sample"], GROUPS], ids=str)
+@pytest.mark.parametrize("strategy", [STRATEGIES["beams"], STRATEGIES["beam sample"], GROUPS], ids=label)
 def test_every_step_has_logits_of_every_beam(program: Program, strategy: dict[str, Any]) -> None:  # 37918
     out = generate(program, IDS, MASK, **OPTIONS | strategy | WHOLE)
     for step in (*out.logits, *out.scores):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import label
 from torch import Tensor
 from toys import VOCAB, exported_history, history, history_oracle, table, watched
 
@@ -120,7 +121,7 @@ def test_beams_live_on_where_all_best_tokens_end_a_text(strategy: dict[str, Any]
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "beams", "groups"])
-@pytest.mark.parametrize("lengths", [(2, 5, 9, 5), (1, 32)], ids=str)
+@pytest.mark.parametrize("lengths", [(2, 5, 9, 5), (1, 32)], ids=label)
 @every_program
 def test_left_padded_prompts_answer_as_each_alone(open_program: Any, lengths: tuple[int, ...], strategy: str) -> None:
     # 22707, 30670, 47651: the last pads 31 columns before one token
@@ -188,7 +189,7 @@ def test_a_streamer_with_beams_is_refused() -> None:
         text(history(), PROMPT, num_beams=4, streamer=Streamer())
 
 
-@pytest.mark.parametrize("eos", [None, [0], [0, 1]], ids=str)
+@pytest.mark.parametrize("eos", [None, [0], [0, 1]], ids=label)
 @pytest.mark.parametrize("v", [2, 3, 5])
 @every_strategy
 def test_a_vocabulary_may_be_smaller_than_the_candidates(strategy: dict[str, Any], v: int, eos: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny import label
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
@@ -159,7 +160,7 @@ MIXED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("prompt", ["padded", "whole", "one token"])
-@pytest.mark.parametrize("cfg", ALONE + MIXED, ids=str)
+@pytest.mark.parametrize("cfg", ALONE + MIXED, ids=label)
 def test_filters_and_criteria_are_those_of_transformers(cfg: dict[str, Any], prompt: str) -> None:
     ids = IDS[:, -1:] if prompt == "one token" else IDS
     mask = MASK if prompt == "padded" else torch.ones_like(ids, dtype=torch.bool)
@@ -229,7 +230,7 @@ PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], di
 ]
 
 
-@pytest.mark.parametrize(("defaults", "generation_config", "cfg", "expected"), PRECEDENCE, ids=str)
+@pytest.mark.parametrize(("defaults", "generation_config", "cfg", "expected"), PRECEDENCE, ids=label)
 def test_cfg_goes_over_generation_config_over_the_artifact(
     defaults: dict[str, Any], generation_config: dict[str, Any] | None, cfg: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -389,7 +390,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 WRONG += [] if NEW else [(SAMPLING | {"top_h": 0.4}, ValueError, "install a newer one")]
 
 
-@pytest.mark.parametrize(("cfg", "error", "message"), WRONG, ids=str)
+@pytest.mark.parametrize(("cfg", "error", "message"), WRONG, ids=label)
 def test_what_cannot_be_honoured_raises(cfg: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as raised:
         read(cfg)

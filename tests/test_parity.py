@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny import CONFIGS, VOCAB, tiny
+from tiny import CONFIGS, VOCAB, label, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 
@@ -145,7 +145,7 @@ STRATEGIES: list[dict[str, Any]] = [{"num_return_sequences": 2}, {"num_beams": 3
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
 def test_drawn_texts_are_those_of_eager_under_one_seed(strategy: dict[str, Any], filters: str) -> None:
     if filters == "top_h" and not hasattr(GenerationConfig(), "top_h"):
         pytest.skip("this transformers has no top_h")

@@ -1,4 +1,7 @@
-"""Tiny random models, wide enough that their logits differ and texts end: one per architecture that the tests compare."""
+"""Tiny random models, wide enough that their logits differ and texts end: one per architecture that tests compare."""
+
+import re
+from typing import Any
 
 import torch
 from transformers import (
@@ -44,3 +47,8 @@ def tiny(name: str) -> PreTrainedModel:
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float(parameter.mean().round()), std=0.05)
     return model
+
+
+def label(value: Any) -> str:
+    """A test's name for `value`, the same in every process: without addresses, sets in order."""
+    return str(sorted(value)) if isinstance(value, set) else re.sub(r" at 0x\w+", "", str(value))

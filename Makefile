@@ -1,5 +1,6 @@
 # make demo [PROMPT="..."] [MODEL=DIR_OR_HUB_NAME]   a real model, five ways to generate
 # make test                                          lint, types, tests
+# make bench                                         against other engines: sets them up, writes docs/benchmarks.md
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROMPT ?=
@@ -9,7 +10,7 @@ export PROMPT MODEL
 env := .venv/.installed
 bin := .venv/bin
 
-.PHONY: demo test lint env
+.PHONY: demo test lint env bench
 
 demo: $(env)
 	@$(bin)/python demo.py $${PROMPT:+--prompt "$$PROMPT"} $${MODEL:+--model "$$MODEL"}
@@ -21,6 +22,10 @@ lint: $(env)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
+
+bench: $(env)
+	@$(bin)/python -m pip install --quiet matplotlib
+	@$(bin)/python bench/peers.py
 
 env: $(env)
 

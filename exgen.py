@@ -6,8 +6,9 @@
     ids = generate(exported, input_ids, num_beams=4, max_new_tokens=32)     # [b, t] prompts in, [b, t + new] out
 
 The prompt is read once, however many beams or samples are asked for; the options and the results are those of
-transformers' `generate`. This file is the story; `config.py` reads the options, `program.py` opens the artifact,
-`prefill.py` runs it, `cache.py` holds what it has read, `strategies.py` decides, and `export.py` makes artifacts.
+transformers' `generate`. This file is the story; `config.py` reads the options, `program.py` opens the artifact
+(`adapt.py` those of other recipes), `prefill.py` runs it, `cache.py` holds what it has read, `strategies.py` decides,
+and `export.py` makes artifacts.
 """
 
 from collections.abc import Callable
@@ -24,18 +25,22 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 if __package__:
     from . import cache as slots
+    from . import program as programs
     from . import strategies
+    from .adapt import adapt
     from .config import Request, check_inputs, read_config
     from .export import compile_for_generation, export_for_generation
     from .prefill import decode, prefill, rows_by_length
-    from .program import Program, load
+    from .program import Program
 else:
     import cache as slots
+    import program as programs
     import strategies
+    from adapt import adapt
     from config import Request, check_inputs, read_config
     from export import compile_for_generation, export_for_generation
     from prefill import decode, prefill, rows_by_length
-    from program import Program, load
+    from program import Program
 
 __all__ = ["Program", "compile_for_generation", "export_for_generation", "generate", "load"]
 
@@ -100,6 +105,11 @@ def generate(
     if request.streamer is not None:
         request.streamer.end()
     return plan.finish(turn.state)
+
+
+def load(exported: Program | ExportedProgram | str | Path) -> Program:
+    """Open an artifact once, for many calls of `generate`; `programs.load` says which, and what it raises."""
+    return programs.load(exported, adapt)
 
 
 class Plan(NamedTuple):

@@ -36,10 +36,10 @@ from torch._inductor.package import package_aoti
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from tqdm.auto import tqdm
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.utils import logging
 
 SLOTS = "exgen_slots"  # transformers finds our attention and masks under this name, only while a model runs
 # How a model may be brought to attend through slots, best first: with which attention, given which attention_mask.
@@ -420,7 +420,7 @@ def compile_for_generation(exported: ExportedProgram, path: str | Path) -> Path:
     # Loops are laid out for the example's sizes: a decode step of some beams, a prefill chunk.
     examples = {"decode": (3, 5, 300, 2), "prefill": (2, 256, 640, 3)}
     files: dict[str, Any] = {}
-    for name, example in tqdm(examples.items(), desc="compiling", unit="entry point"):
+    for name, example in logging.tqdm(examples.items(), desc="compiling", unit="entry point"):
         module = exported.module(check_guards=False)
         replace_linears(module, metadata["vocab_size"], few_tokens=name == "decode")
         with torch.no_grad():

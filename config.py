@@ -68,6 +68,7 @@ FIELDS: dict[str, Field] = {
         "True, False or 'never'", (bool, str), lambda value: value in (True, False, "never"), False
     ),
     "prefill_chunk_size": whole(1),
+    "share_prompt": FLAG._replace(unset=None),  # ours: a prompt's texts in one row of the cache, or each in its own
     "do_sample": FLAG,
     "temperature": number("above 0 (do_sample=False takes the best token)", lambda value: value > 0, unset=1.0),
     "top_h": number("above 0 and at most 1", lambda value: 0 < value <= 1),

@@ -6,11 +6,22 @@ state, and what the loop must know about it. No other file knows what kind of ar
     program = load("model.pt2")
     tensors = program.empty(1, 16)                               # the cache of one row, 16 slots, nothing read yet
     logits, tensors = program.step(input_ids, position_ids, slots, visible, logits_at, slot_positions, tensors)
+
+Programs of other recipes are read from their graphs, never known by a model's name:
+
+| the graph | what becomes its state |
+| --- | --- |
+| writes to buffers, constants or inputs | what it writes to, as arguments; rows of a one-row program run under vmap |
+| takes cache tensors and returns them longer | those tensors, in slots of a static cache |
+| keeps nothing | the text: every token computes all of it again |
 """
 
+import copy
 import io
 import json
+import operator
 import re
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,12 +31,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
+from einops import repeat
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.export.pt2_archive._package import load_pt2
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 Step = Callable[..., tuple[Tensor, list[Tensor]]]
-Adapt = Callable[[ExportedProgram], Any]  # a program of another recipe -> the first fields of `Program`, by name
 
 
 class Program(NamedTuple):
@@ -51,7 +66,7 @@ class Program(NamedTuple):
     device: torch.device
 
 
-def load(exported: "Program | ExportedProgram | str | Path", adapt: Adapt) -> Program:
+def load(exported: Program | ExportedProgram | str | Path) -> Program:
     """Open an artifact: an `ExportedProgram`, or a path to one saved with `torch.export.save`.
 
     Opening takes seconds on a 30-layer model and happens once per artifact: the same object, or the same unchanged
@@ -62,13 +77,13 @@ def load(exported: "Program | ExportedProgram | str | Path", adapt: Adapt) -> Pr
         return exported
     if isinstance(exported, ExportedProgram):
         if exported not in _opened:
-            _opened[exported] = open_exported_program(exported, adapt)
+            _opened[exported] = open_exported_program(exported)
         return _opened[exported]
     if isinstance(exported, str | Path):
         path = Path(exported)
-        return _open_folder(path, adapt) if path.is_dir() else _open_file(path, adapt)
+        return _open_folder(path) if path.is_dir() else _open_file(path)
     if hasattr(exported, "components"):
-        return _open_exported_model(exported, adapt)
+        return _open_exported_model(exported)
     raise TypeError(
         f"exported is a {type(exported).__name__}; give a torch.export.ExportedProgram, the path of one saved with "
         "torch.export.save, or what exgen.load returned"
@@ -80,20 +95,20 @@ _opened_files: "OrderedDict[tuple[Path, int, int], Program]" = OrderedDict()
 _FILES_KEPT = 2  # a program holds its model's weights
 
 
-def _open_file(path: Path, adapt: Adapt) -> Program:
+def _open_file(path: Path) -> Program:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: give the path of a program saved with torch.export.save")
     stat = path.stat()
     key = (path.resolve(), stat.st_mtime_ns, stat.st_size)
     if key not in _opened_files:
-        _opened_files[key] = _opener(path, adapt)(path)
+        _opened_files[key] = _opener(path)(path)
     _opened_files.move_to_end(key)
     while len(_opened_files) > _FILES_KEPT:
         _opened_files.popitem(last=False)
     return _opened_files[key]
 
 
-def _opener(path: Path, adapt: Adapt) -> Callable[[Path], Program]:
+def _opener(path: Path) -> Callable[[Path], Program]:
     """The function that opens `path`, told by the archive's contents."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -102,7 +117,7 @@ def _opener(path: Path, adapt: Adapt) -> Callable[[Path], Program]:
             return open_package
         if any(name.endswith("/archive_version") for name in names):
             _know_containers(path)
-            return lambda path: open_exported_program(torch.export.load(path), adapt)
+            return lambda path: open_exported_program(torch.export.load(path))
     raise ValueError(
         f"{path} is no exported program: supported are files written by torch.export.save, and packages of "
         "exgen.compile_for_generation"
@@ -123,19 +138,19 @@ def _know_containers(path: Path) -> None:
         )
 
 
-def _open_exported_model(model: Any, adapt: Adapt) -> Program:
+def _open_exported_model(model: Any) -> Program:
     """Open transformers' `ExportedModel`: its `decode` reads prompts too, from an empty cache."""
-    program = load(_decode({name: component.program for name, component in model.components.items()}), adapt)
+    program = load(_decode({name: component.program for name, component in model.components.items()}))
     configs = [config.to_dict() for config in (model.config, model.generation_config) if config is not None]
     return program._replace(generation_config=_defaults(*configs))
 
 
-def _open_folder(path: Path, adapt: Adapt) -> Program:
+def _open_folder(path: Path) -> Program:
     """Open a folder that transformers' `ExportedModel.save_pretrained` wrote."""
     if not (path / "export.json").is_file():
         raise ValueError(f"{path} is a folder without an export.json: give what ExportedModel.save_pretrained wrote")
     components = json.loads((path / "export.json").read_text())["components"]
-    program = _open_file(path / _decode({name: component["file"] for name, component in components.items()}), adapt)
+    program = _open_file(path / _decode({name: component["file"] for name, component in components.items()}))
     files = [path / name for name in ("config.json", "generation_config.json")]
     return program._replace(generation_config=_defaults(*(json.loads(f.read_text()) for f in files if f.is_file())))
 
@@ -152,7 +167,7 @@ def _defaults(config: dict[str, Any], generation_config: dict[str, Any] | None =
     return {name: value for name, value in {**tokens, **given}.items() if value is not None}
 
 
-def open_exported_program(exported: ExportedProgram, adapt: Adapt) -> Program:
+def open_exported_program(exported: ExportedProgram) -> Program:
     """Open a step program, or one of another recipe through `adapt`. Raises `ValueError` for what is neither."""
     metadata = exported.graph_module.meta.get("custom", {}).get("exgen")
     if metadata is None:
@@ -264,3 +279,566 @@ def step_program(call: Callable[..., Tensor], metadata: dict[str, Any], device: 
 def _device(exported: ExportedProgram) -> torch.device:
     held = [*exported.state_dict.values(), *exported.constants.values()]
     return next((t.device for t in held if isinstance(t, Tensor)), torch.device("cpu"))
+
+
+# --- programs of other recipes ----------------------------------------------------------------------------------------
+
+INTEGERS = (torch.int64, torch.int32)
+Size = int | str  # a number, or the symbol of a dynamic size
+
+
+class Adapted(NamedTuple):
+    """A program whose rows hold a text each, unpadded, in slots 0, 1, 2, ...; `step` is called as `program.py` says."""
+
+    step: Callable[..., tuple[Tensor, list[Tensor]]]
+    empty: Callable[[int, int], list[Tensor]]  # (b, l) -> the state of b rows with l slots that have read nothing
+    slot_axes: tuple[int | None, ...]  # None: a state without slots
+    max_slots: int | None
+    max_feed: int | None
+    vocab_size: int
+    device: torch.device
+
+
+class Graph(NamedTuple):
+    """An exported program with its state as an argument."""
+
+    call: Callable[
+        [list[Any], list[Tensor]], tuple[Tensor, list[Tensor]]
+    ]  # (inputs, state) -> (logits [b, s or 1, v], state)
+    roles: list[str]  # of the inputs; `feed` says what each is given
+    inputs: list[Any]  # as traced: tensors without data, or constants
+    state: list[Tensor]  # initial values, or where the caller brings them tensors without data
+    grows: bool  # state comes back longer, by the tokens fed
+    b: Size
+    s: Size
+    ranges: dict[str, tuple[int, int | None]]  # from, to: of each symbol
+    last_only: bool  # logits of the last token alone
+    vmaps: bool
+    vocab_size: int
+    device: torch.device
+    signature: str
+
+    def least(self, size: Size) -> int:
+        return size if isinstance(size, int) else self.ranges.get(size, (0, None))[0]
+
+    def most(self, size: Size) -> int | None:
+        return size if isinstance(size, int) else self.ranges.get(size, (0, None))[1]
+
+
+class Fed(NamedTuple):
+    """What rows are fed."""
+
+    ids: Tensor  # [r, s]
+    positions: Tensor  # [r, s]
+    visible: Tensor  # [r, s, l]
+
+
+Ran = tuple[Tensor, list[Tensor]]  # logits [r, s or 1, v], and the state, rows first
+Rows = Callable[[Fed, list[Tensor]], Ran]
+
+
+@torch.no_grad()
+def adapt(exported: ExportedProgram) -> Adapted:
+    """Read `exported`. Raises `ValueError`, with its signature, where it is not understood or its state is hidden."""
+    graph = read_graph(exported)
+    return with_state(graph) if graph.state else without_state(graph)
+
+
+def with_state(graph: Graph) -> Adapted:
+    fixed = isinstance(graph.b, int)
+    layouts = [layout(t, graph.b) for t in graph.state]
+    axes = [slot for _, slot in layouts]
+    if graph.grows and None in axes:
+        raise ValueError(
+            f"this program takes a cache of one fixed length: {graph.signature}; export it with a dynamic length, or "
+            "the model with exgen.export_for_generation"
+        )
+
+    def empty(b: int, l: int) -> list[Tensor]:
+        return [empty_state(t, *axes, b, l, graph.device) for t, axes in zip(graph.state, layouts, strict=True)]
+
+    rows = stacked(graph) if fixed else batched(graph, [row for row, _ in layouts])
+    if graph.grows:
+        rows = growing(rows, axes)
+    if graph.grows or not fixed:
+        rows = grouped(rows, None if fixed else graph.most(graph.b))
+    slots = None
+    if not any(axes):  # the state has fixed sizes
+        axes, slots = find_slots(rows, empty(1, 0), graph)
+    if isinstance(graph.s, int) and graph.s > 1:
+        if graph.last_only or slots is None or None in axes:
+            raise ValueError(f"this program takes no fewer than {graph.s} tokens: {graph.signature}; export it with 1")
+        rows, slots = filled(rows, graph.s), slots - graph.s + 1
+    return Adapted(as_step(rows), empty, tuple(axes), slots, graph.most(graph.s), graph.vocab_size, graph.device)
+
+
+def without_state(graph: Graph) -> Adapted:
+    fixed = isinstance(graph.s, int)
+    if graph.last_only and fixed:
+        raise ValueError(
+            f"this program scores the last of {graph.s} tokens alone: {graph.signature}; export it with all logits"
+        )
+    warnings.warn(
+        "this program keeps no cache: each new token computes its whole text again, so that n new tokens cost n texts; "
+        "exgen.export_for_generation makes programs that read each token once",
+        stacklevel=5,
+    )
+    graph = graph._replace(roles=[mask_or_positions(graph, i) for i in range(len(graph.roles))])
+    rows = recomputing(stacked(graph) if graph.b == 1 else grouped(batched(graph, []), graph.most(graph.b)), graph)
+    if graph.last_only:
+        rows = grouped(rows, None)
+
+    def empty(b: int, l: int) -> list[Tensor]:
+        return [torch.zeros(b, l, dtype=torch.int64, device=graph.device)]
+
+    return Adapted(as_step(rows), empty, (1,), graph.most(graph.s), None, graph.vocab_size, graph.device)
+
+
+def as_step(rows: Rows) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    def step(
+        input_ids: Tensor,
+        position_ids: Tensor,
+        slots: Tensor,
+        visible: Tensor,
+        logits_at: Tensor,
+        slot_positions: Tensor,
+        tensors: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        logits, tensors = rows(Fed(input_ids, position_ids, visible), tensors)
+        return (logits[:, logits_at] if logits.shape[1] > 1 else logits), list(tensors)
+
+    return step
+
+
+# --- rows: from what the graph takes to any number of rows, at any positions ------------------------------------------
+
+
+def stacked(graph: Graph) -> Rows:
+    """Rows for a fixed number `b`: each row has a state of its own and runs as the first of `b` equal ones."""
+
+    def one(fed: Fed, state: list[Tensor]) -> Ran:
+        logits, state = graph.call(feed(graph, Fed(*(t.expand(graph.least(graph.b), *t.shape) for t in fed))), state)
+        return logits[0], state
+
+    vmapped = torch.vmap(one)
+
+    def run(fed: Fed, state: list[Tensor]) -> Ran:
+        r = len(fed.ids)
+        if graph.vmaps and r > 1:
+            return vmapped(fed, state)
+        each = [one(Fed(*(t[i] for t in fed)), [t[i] for t in state]) for i in range(r)]
+        logits, states = zip(*each, strict=True)
+        # the cache of one row is not copied
+        return torch.stack(logits), [torch.stack(t) if r > 1 else t[0][None] for t in zip(*states, strict=True)]
+
+    return run
+
+
+def batched(graph: Graph, row_axes: list[int | None]) -> Rows:
+    """Rows of equal positions for any `b`, beside copies of the last one where the program takes no fewer."""
+
+    def fill(t: Tensor) -> Tensor:
+        missing = graph.least(graph.b) - len(t)
+        return t if missing <= 0 else torch.cat([t, t[-1:].expand(missing, *t.shape[1:])])
+
+    def run(fed: Fed, state: list[Tensor]) -> Ran:
+        r = len(fed.ids)
+        # what has no axis of rows is shared by all of them, as a count of the tokens read
+        given = [t[0] if a is None else fill(t).movedim(0, a) for t, a in zip(state, row_axes, strict=True)]
+        logits, given = graph.call(feed(graph, Fed(*map(fill, fed))), given)
+        pairs = zip(given, row_axes, strict=True)
+        return logits[:r], [
+            repeat(t, "... -> r ...", r=r).clone() if a is None else t.movedim(a, 0)[:r] for t, a in pairs
+        ]
+
+    return run
+
+
+def grouped(rows: Rows, most: int | None) -> Rows:
+    """Rows at any positions from `rows` of equal ones, `most` at a time."""
+
+    def run(fed: Fed, state: list[Tensor]) -> Ran:
+        starts = fed.positions[:, 0]
+        equal = [(starts == start).nonzero()[:, 0] for start in starts.unique()]
+        groups = [group for indices in equal for group in indices.split(most or len(indices))]
+        if len(groups) == 1:
+            return rows(fed, state)
+        logits = []
+        for group in groups:
+            part, changed = rows(Fed(*(t[group] for t in fed)), [t[group] for t in state])
+            logits.append(part)
+            for t, new in zip(state, changed, strict=True):
+                t[group] = new
+        return torch.cat(logits)[torch.cat(groups).argsort()], state
+
+    return run
+
+
+def growing(rows: Rows, slot_axes: list[int | None]) -> Rows:
+    """Rows that keep their slots in place, from `rows` that take what was read and return it longer."""
+
+    def run(fed: Fed, state: list[Tensor]) -> Ran:
+        past, s = int(fed.positions[0, 0]), fed.ids.shape[1]
+        read = [t.narrow(axis or 0, 0, past) for t, axis in zip(state, slot_axes, strict=True)]
+        logits, longer = rows(fed._replace(visible=fed.visible[:, :, : past + s]), read)
+        for t, new, axis in zip(state, longer, slot_axes, strict=True):
+            t.narrow(axis or 0, past, s).copy_(new.narrow(axis or 0, past, s))
+        return logits, state
+
+    return run
+
+
+def filled(rows: Rows, length: int) -> Rows:
+    """Calls of any `s` up to `length` from `rows` that take exactly as many: what fills them is overwritten later."""
+
+    def run(fed: Fed, state: list[Tensor]) -> Ran:
+        s = fed.ids.shape[1]
+        at = torch.arange(length, device=fed.ids.device)
+        nearest = at.clamp(max=s - 1)
+        logits, state = rows(Fed(fed.ids[:, nearest], fed.positions[:, :1] + at, fed.visible[:, nearest]), state)
+        return logits[:, :s], state
+
+    return run
+
+
+def recomputing(rows: Rows, graph: Graph) -> Rows:
+    """Rows whose state is their text `[r, l]`. What fills it on its right is not read: language models are causal."""
+    least = 1 if graph.last_only else graph.least(graph.s)  # the last token's logits must be the text's
+
+    def run(fed: Fed, state: list[Tensor]) -> Ran:
+        text = state[0].scatter_(1, fed.positions, fed.ids)
+        end = max(int(fed.positions.max()) + 1, least)
+        text = torch.nn.functional.pad(text, (0, end - text.shape[1]))
+        every = torch.arange(end, device=text.device)
+        causal = (every <= every[:, None]).expand(len(text), -1, -1)
+        logits, _ = rows(Fed(text, every.expand(len(text), -1), causal), [])
+        return (logits if graph.last_only else logits.take_along_dim(fed.positions[:, :, None], dim=1)), state
+
+    return run
+
+
+def feed(graph: Graph, fed: Fed) -> list[Any]:
+    """A value for each input of `graph`."""
+
+    def value(role: str, traced: Any) -> Any:
+        if role == "constant":
+            return traced
+        if role in ("mask", "visible"):
+            wide = fed.visible.shape[2] if isinstance(size := sizes(traced)[-1], str) else size
+            visible = torch.nn.functional.pad(fed.visible, (0, wide - fed.visible.shape[2]))
+            if role == "mask":  # of tokens: what the last one sees
+                return visible[:, -1].to(traced.dtype)
+            visible = {2: visible[0], 3: visible, 4: visible[:, None]}[traced.ndim]
+            return additive(visible, traced.dtype) if traced.is_floating_point() else visible.to(traced.dtype)
+        first = fed.positions[0, 0]
+        values = {"tokens": fed.ids, "positions": fed.positions[0], "positions of rows": fed.positions}
+        return (first.reshape(traced.shape) if role == "start" else values[role]).to(traced.dtype)
+
+    return [value(role, traced) for role, traced in zip(graph.roles, graph.inputs, strict=True)]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def layout(state: Tensor, b: Size) -> tuple[int | None, int | None]:
+    """The program's axis of rows, and the dynamic axis of slots once rows come first."""
+    shape = sizes(state)
+    row = shape.index(b) if isinstance(b, str) and b in shape else None
+    rest = [size for axis, size in enumerate(shape) if axis != row]
+    return row, next((axis + 1 for axis, size in enumerate(rest) if isinstance(size, str)), None)
+
+
+def empty_state(state: Tensor, row: int | None, slot: int | None, b: int, l: int, device: torch.device) -> Tensor:
+    if not isinstance(state, FakeTensor):
+        return repeat(state, "... -> b ...", b=b).clone()
+    shape = [b, *(size for axis, size in enumerate(sizes(state)) if axis != row)]
+    return torch.zeros(
+        [l if axis == slot else int(n) for axis, n in enumerate(shape)], dtype=state.dtype, device=device
+    )
+
+
+def find_slots(rows: Rows, state: list[Tensor], graph: Graph) -> tuple[list[int | None], int | None]:
+    """The slot axis of each tensor and how many slots there are, told by what calls write."""
+    s = graph.s if isinstance(graph.s, int) else 1
+    masks = [t for t, role in zip(graph.inputs, graph.roles, strict=True) if role in ("mask", "visible")]
+    every = torch.arange(int(masks[0].shape[-1]) if masks else 1, device=graph.device)
+    ids = torch.ones(1, s, dtype=torch.int64, device=graph.device)
+
+    def call(state: list[Tensor], start: int) -> list[Tensor]:
+        positions = torch.arange(start, start + s, device=graph.device)
+        return rows(Fed(ids, positions[None], (every <= positions[:, None])[None]), [t.clone() for t in state])[1]
+
+    def moves_on(state: list[Tensor], n: int, which: list[int]) -> bool:
+        """Whether `n` slots take one token more and do not write it to the third slots, as if the next in order."""
+        try:
+            after = call(state, n)
+        except (IndexError, RuntimeError):
+            return False
+        in_order = range(2 * s, 3 * s)
+        return not any(torch.equal(after[i], state[i]) or written_axis(state[i], after[i], in_order) for i in which)
+
+    first = call(state, 0)
+    second = call(first, s)
+    axes = [written_axis(before, after, range(s, 2 * s)) for before, after in zip(first, second, strict=True)]
+    lengths = [0 if axis is None else t.shape[axis] for t, axis in zip(state, axes, strict=True)]
+    for n in sorted({*lengths} - {0}):
+        # Only a window that moves on takes a token more than it has slots: none of its axes holds a text in order.
+        which = [i for i, length in enumerate(lengths) if length == n]
+        if graph.device.type != "cpu" or not moves_on(second, n, which):
+            return axes, n
+        axes = [None if i in which else axis for i, axis in enumerate(axes)]
+    return axes, None
+
+
+def written_axis(before: Tensor, after: Tensor, slots: range) -> int | None:
+    changed = (before != after).nonzero()
+    return next((axis for axis in range(1, before.ndim) if set(changed[:, axis].tolist()) == set(slots)), None)
+
+
+def mask_or_positions(graph: Graph, i: int) -> str:
+    """The role of input `i`: one of the tokens' shape holds their positions, unless a 0 hides its token."""
+    if graph.roles[i] != "positions of rows":
+        return graph.roles[i]
+    s = graph.s if isinstance(graph.s, int) else max(3, graph.least(graph.s))
+    every = torch.arange(s, device=graph.device).expand(graph.least(graph.b), -1)
+    logits = []
+    for first in (0, 1):
+        ids = torch.ones_like(every)
+        ids[:, 0] = first
+        inputs = feed(graph, Fed(ids, every, (every[:, None] <= every[:, :, None])))
+        inputs[i] = (every > 0).to(inputs[i].dtype)
+        logits.append(graph.call(inputs, [])[0][:, -1])
+    return "mask" if torch.allclose(logits[0], logits[1], equal_nan=True) else graph.roles[i]
+
+
+# --- reading the graph ------------------------------------------------------------------------------------------------
+
+
+def read_graph(exported: ExportedProgram) -> Graph:
+    """`exported` as a pure function. Raises `ValueError` where its inputs or outputs are not understood."""
+    nodes = exported.graph_module.graph.nodes
+    traced = {node.name: node.meta.get("val") for node in nodes}
+    inputs: dict[str, Any] = {}  # by name, as traced
+    held: dict[str, Tensor] = {}  # by name: weights, buffers, constants
+    owners: dict[str | None, str] = {}
+    for spec in exported.graph_signature.input_specs:
+        name = spec.arg.name
+        if spec.kind == InputKind.USER_INPUT:
+            inputs[name] = getattr(spec.arg, "value", traced[name])
+            owners[name] = name
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            held[name] = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+            owners[spec.target] = name
+        else:
+            raise ValueError(
+                f"this program keeps a state in {name!r} ({spec.kind.name}) that cannot be reached, so that texts "
+                "would see each other; export the model with exgen.export_for_generation"
+            )
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs]
+    outputs = exported.graph_signature.output_specs
+    changed = [
+        owners[o.target] for o in outputs if o.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+    ]
+    values = [traced.get(getattr(o.arg, "name", None)) for o in outputs][len(changed) :]  # what is changed comes first
+    signature = describe(inputs, values)
+
+    written = written_inputs(exported) | set(changed)
+    tokens = find_tokens(exported, inputs)
+    scores = next((i for i, t in enumerate(values) if is_scores(t)), None)
+    if tokens is None or scores is None:
+        raise ValueError(not_understood(signature))
+    logits: Tensor = values[scores]  # type: ignore[assignment]
+    b, s = sizes(inputs[tokens])
+    roles = {name: find_role(value, b, s) for name, value in inputs.items()}
+    roles |= {tokens: "tokens"} | {name: "state" for name in written & inputs.keys()}
+    kept = [name for name in names if name in written or roles.get(name) == "state"]
+    longer = [i for i, t in enumerate(values) if i != scores and isinstance(t, Tensor)]
+    grows = bool(kept) and not written
+    if None in roles.values() or (grows and len(longer) != len(kept)):
+        raise ValueError(not_understood(signature))
+    fed = [name for name in inputs if roles[name] != "state"]
+    module = callable_module(exported.graph_module)
+
+    def call(inputs: list[Any], state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        given = {**held, **dict(zip(fed, inputs, strict=True)), **dict(zip(kept, state, strict=True))}
+        results = module(*(given[name] for name in names))
+        replaced = dict(zip(changed, results, strict=False))
+        results = results[len(changed) :]
+        state = [results[i] for i in longer] if grows else [replaced.get(name, given[name]) for name in kept]
+        return results[scores] if results[scores].ndim == 3 else results[scores][:, None], state
+
+    return Graph(
+        call=call,
+        roles=[str(roles[name]) for name in fed],
+        inputs=[inputs[name] for name in fed],
+        state=[held[name] if name in held else inputs[name] for name in kept],
+        grows=grows,
+        b=b,
+        s=s,
+        ranges={
+            str(symbol): (int(r.lower), int(r.upper) if r.upper.is_Integer else None)
+            for symbol, r in exported.range_constraints.items()
+        },
+        last_only=logits.ndim == 2 or sizes(logits)[1] != s,
+        vmaps=not any(node.target in READS_VALUES for node in nodes),
+        vocab_size=int(logits.shape[-1]),
+        device=next((t.device for t in held.values() if isinstance(t, Tensor)), torch.device("cpu")),
+        signature=signature,
+    )
+
+
+def is_scores(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
+
+
+def sizes(tensor: Tensor) -> list[Size]:
+    return [int(text) if text.isdigit() else text for text in map(str, tensor.shape)]
+
+
+def describe(inputs: dict[str, Any], outputs: list[Any]) -> str:
+    def text(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes(value)))}]"
+
+    given = [f"{name}: {text(value)}" for name, value in inputs.items()]
+    return f"({', '.join(given)}) -> ({', '.join(map(text, outputs))})"
+
+
+def not_understood(signature: str) -> str:
+    return (
+        f"this program's signature is not understood: {signature}. Understood are integer tokens [b, s], with or "
+        "without positions [s] or [b, s], a first position [1], a mask of tokens [b, l] or of what each sees "
+        "[b, 1, s, l], and cache tensors that are written to or returned longer; and logits [b, s, v], [b, 1, v] or "
+        "[b, v]. Or export the model with exgen.export_for_generation"
+    )
+
+
+def find_tokens(exported: ExportedProgram, inputs: dict[str, Any]) -> str | None:
+    """The integers `[b, s]` that are looked up in a table, or else the first of that shape."""
+    shaped = [name for name, t in inputs.items() if isinstance(t, Tensor) and t.ndim == 2 and t.dtype in INTEGERS]
+    lookups = [node for node in exported.graph_module.graph.nodes if node.target is torch.ops.aten.embedding.default]
+    looked_up = {base(node.args[1]).name for node in lookups}
+    return next((name for name in shaped if name in looked_up), shaped[0] if shaped else None)
+
+
+def find_role(value: Any, b: Size, s: Size) -> str | None:
+    """What an input other than tokens means, by its sizes; None: unknown."""
+    if not isinstance(value, Tensor):
+        return "constant"
+    shape, integers, floats = sizes(value), value.dtype in INTEGERS, value.is_floating_point()
+    if integers and shape in ([s], [b, s]):
+        return "positions" if len(shape) == 1 else "positions of rows"
+    if integers and shape in ([], [1]):
+        return "start"
+    if not integers and len(shape) >= 2 and shape[-2] == s and (len(shape) < 4 or shape[1] == 1):
+        return "visible"
+    if not floats and len(shape) == 2 and shape[0] == b:
+        return "mask"
+    return "state" if floats and len(shape) >= 3 else None
+
+
+def written_inputs(exported: ExportedProgram) -> set[str]:
+    """Names of the inputs, weights and buffers that operations write into, directly or through a view."""
+    nodes = exported.graph_module.graph.nodes
+    written = set()
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for i, argument in enumerate(schema.arguments):
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written |= {base(leaf).name for leaf in tree_leaves(value) if isinstance(leaf, Node)}
+    return written & {node.name for node in nodes if node.op == "placeholder"}
+
+
+def base(node: Node) -> Node:
+    """The node whose memory `node` shows."""
+    while (shown := shown_by(node)) is not None:
+        node = shown
+    return node
+
+
+def shown_by(node: Node) -> Node | None:
+    """The argument that `node` is a view of, as its operation's schema says."""
+    schema = getattr(node.target, "_schema", None)
+    result = schema.returns[0].alias_info if schema is not None and schema.returns else None
+    if node.target is operator.getitem:
+        shown = node.args[0]
+    elif schema is not None and result is not None:
+        sets = [argument.alias_info.before_set if argument.alias_info else set() for argument in schema.arguments]
+        shown = next((value for value, names in zip(node.args, sets, strict=False) if names & result.before_set), None)
+    else:
+        return None
+    return shown if isinstance(shown, Node) else None
+
+
+def callable_module(module: GraphModule) -> GraphModule:
+    """A copy that runs on any sizes and under vmap: without its checks, its sizes read as numbers."""
+    module = copy.deepcopy(module)
+    for part in [m for m in module.modules() if isinstance(m, GraphModule)]:
+        for node in reversed(list(part.graph.nodes)):
+            if node.target in CHECKS and not node.users:
+                part.graph.erase_node(node)
+            else:
+                node.target = REPLACED.get(node.target, node.target)
+        part.recompile()
+    return module
+
+
+def size_of(tensor: Tensor, axis: int) -> int:
+    return tensor.shape[axis]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *inputs: Any, **options: Any
+) -> Tensor:
+    """Attention whose fused CPU kernel has no rule for vmap, which would run it row by row."""
+    if not torch._C._functorch.is_batchedtensor(query):
+        return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, attn_mask, *inputs, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = additive(attn_mask, query.dtype)
+    return torch.ops.aten._scaled_dot_product_attention_math.default(query, key, value, attn_mask, *inputs, **options)[
+        0
+    ]
+
+
+def index_copy(tensor: Tensor, axis: int, index: Tensor, source: Tensor) -> Tensor:
+    """`index_copy_`, which has no rule for vmap either."""
+    return index_put(tensor, [None] * (axis % tensor.ndim) + [index], source)
+
+
+def index_put(tensor: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """`index_put_` with the indexed axes first: vmap's own rule mistakes the axes where they follow others."""
+    at = [axis for axis, index in enumerate(indices) if index is not None]
+    if not torch._C._functorch.is_batchedtensor(tensor) or at != list(range(at[0], at[-1] + 1)):
+        return torch.ops.aten.index_put_.default(tensor, indices, values, accumulate)
+    index = torch.broadcast_tensors(*(indices[axis] for axis in at))
+    shape = (*tensor.shape[: at[0]], *index[0].shape, *tensor.shape[at[-1] + 1 :])
+    front = [at[0] + i for i in range(index[0].ndim)]
+    values = values.expand(shape).movedim(front, list(range(len(front))))
+    tensor.movedim(at, list(range(len(at)))).index_put_(index, values, accumulate)
+    return tensor
+
+
+READS_VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+CHECKS = (
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+)
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.sym_size.int: size_of,
+    torch.ops.aten.scaled_dot_product_attention.default: attend,
+    torch.ops.aten.index_copy_.default: index_copy,
+    torch.ops.aten.index_put_.default: index_put,
+    torch.ops.higher_order.wrap_with_set_grad_enabled: lambda _, part, *args: part(*args),
+    torch.ops.higher_order.wrap_with_autocast: lambda _, dtype, enabled, cached, part, *args: part(*args),
+}

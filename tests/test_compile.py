@@ -11,7 +11,7 @@ from tiny import label, tiny
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exgen import compile_for_generation, export_for_generation, generate, load
+from exgen import compile_for_generation, export_for_generation, generate
 
 MODELS = ["llama", "gpt2", "gemma3"]  # linear layers without a bias; none at all; windows
 STRATEGIES: list[dict[str, Any]] = [
@@ -43,19 +43,22 @@ def test_a_package_continues_as_eager_does(compiled: tuple[Any, Path], strategy:
     torch.manual_seed(3)
     expected = model.generate(ids, attention_mask=mask, **cfg)
     torch.manual_seed(3)
-    answer = generate(package, ids, mask, **cfg)
+    answer: Any = generate(package, ids, mask, **cfg)
     assert answer.sequences.tolist() == expected.sequences.tolist()
     for ours, theirs in zip(answer.scores, expected.scores, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_beams_in_rows_of_their_own_give_the_same(compiled: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=label)
+def test_texts_in_rows_of_their_own_are_the_same(compiled: tuple[Any, Path], strategy: dict[str, Any]) -> None:
     _, package = compiled
     ids, mask = prompts()
-    shared = load(package)
-    expanded = shared._replace(free_slots=False)  # what a program is whose rows hold one text each
-    answers = [generate(p, ids, mask, num_beams=4, max_new_tokens=10, do_sample=False) for p in (shared, expanded)]
-    assert answers[0].tolist() == answers[1].tolist()
+    answers = []
+    for share in (True, False):
+        torch.manual_seed(3)
+        cfg = {"max_new_tokens": 10, "do_sample": False, "share_prompt": share} | strategy
+        answers.append(generate(package, ids, mask, **cfg).tolist())
+    assert answers[0] == answers[1]
 
 
 def test_the_weights_are_in_the_package_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from conftest import Saved
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("exgen", "adapt", "cache", "config", "export", "prefill", "program", "strategies")
+MODULES = ("exgen", "cache", "config", "export", "prefill", "program", "strategies")
 DEPENDENCIES = {"torch", "transformers", "einops"}
 SCRIPT = """
 import json, sys

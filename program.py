@@ -19,6 +19,7 @@ Programs of other recipes are read from their graphs, never known by a model's n
 import copy
 import io
 import json
+import logging
 import operator
 import re
 import warnings
@@ -116,16 +117,15 @@ def _opener(path: Path) -> Callable[[Path], Program]:
         if any("/data/aotinductor/" in name for name in names):
             return open_package
         if any(name.endswith("/archive_version") for name in names):
-            _know_containers(path)
-            return lambda path: open_exported_program(torch.export.load(path))
+            return lambda path: open_exported_program(_load_exported_program(path))
     raise ValueError(
         f"{path} is no exported program: supported are files written by torch.export.save, and packages of "
         "exgen.compile_for_generation"
     )
 
 
-def _know_containers(path: Path) -> None:
-    """Let torch read a program that was exported with containers of its own, as transformers' caches.
+def _load_exported_program(path: Path) -> ExportedProgram:
+    """`torch.export.load`, also where the program was exported with containers of its own, as transformers' caches.
 
     Only the tensors in them matter here: they are inputs and outputs of the graph, one by one.
     """
@@ -136,6 +136,12 @@ def _know_containers(path: Path) -> None:
         pytree.register_pytree_node(
             type(name, (tuple,), {}), lambda held: (list(held), None), lambda held, _: held, serialized_type_name=name
         )
+    log = logging.getLogger("torch._export.serde.serialize")
+    disabled, log.disabled = log.disabled, True  # its warning of pickled containers cannot be formatted, and so prints
+    try:
+        return torch.export.load(path)
+    finally:
+        log.disabled = disabled
 
 
 def _open_exported_model(model: Any) -> Program:

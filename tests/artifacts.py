@@ -83,17 +83,20 @@ def with_cache(model: PreTrainedModel, s: int, strict: bool) -> ExportedProgram:
     return convert_and_export_with_cache(_with_static_cache(model), *_example(s), strict=strict)
 
 
-def exporter(model: PreTrainedModel, static: bool, multi: bool) -> ExportedProgram:
-    """The `decode` of transformers' own exporter, new in its version 5."""
+def exported_model(model: PreTrainedModel, static: bool, multi: bool) -> Any:
+    """An `ExportedModel` of transformers' own exporter, new in its version 5."""
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
     ids = torch.randint(90, (2, 5))
     settings = GenerationConfig(cache_implementation="static") if static else None
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    exported = DynamoExporter().export_for_generation(
+    return DynamoExporter().export_for_generation(
         model, inputs, DynamoConfig(dynamic=True), generation_config=settings, multi_token_decode=multi
     )
-    return exported.components["decode"].program
+
+
+def exporter(model: PreTrainedModel, static: bool, multi: bool) -> ExportedProgram:
+    return exported_model(model, static, multi).components["decode"].program
 
 
 def dynamic_cache(model: PreTrainedModel) -> ExportedProgram:
@@ -235,9 +238,8 @@ KINDS: dict[str, tuple[str, Callable[..., ExportedProgram]]] = {
     "no cache, four rows, attention_mask": ("opt", partial(no_cache, shape=(4, 3), dynamic="s", mask=True)),
     "no cache, last logits alone": ("llama", partial(no_cache, shape=(2, 3), dynamic="bs", last=True)),
 }
-if (
-    int(version("transformers").split(".")[0]) >= 5
-):  # 4.57 has no exporters, and its hybrid cache holds no text longer than the window
+NEW = int(version("transformers").split(".")[0]) >= 5
+if NEW:  # 4.57 has no exporters, and its hybrid cache holds no text longer than the window
     KINDS |= {
         "decoder only, hybrid cache, one token": ("gemma3", partial(decoder_only, s=1, strict=False)),
         "exporter, dynamic cache, many tokens": ("llama", partial(exporter, static=False, multi=True)),

@@ -1,15 +1,18 @@
 """Artifacts of other recipes, made for real, saved, opened in a fresh process: the texts are those of eager."""
 
 import json
+import logging
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from artifacts import CASES, KINDS, answers
+from artifacts import CASES, KINDS, NEW, answers, exported_model
 from tiny import tiny
+
+from exgen import generate
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,3 +43,26 @@ def eager(model: str) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_process_answers_as_eager(kind: str, case: str, answered: Answers) -> None:
     assert answered[kind][case] == eager(KINDS[kind][0])[case]
+
+
+if NEW:
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_an_exported_model_answers_as_eager(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """transformers' ExportedModel: the object, the folder it was saved to, and what is loaded from there."""
+        model = exported_model(tiny("llama"), cache == "static", multi=True)
+        model.save_pretrained(tmp_path)
+        # torch warns of the example inputs it unpickles by a message that cannot be formatted
+        monkeypatch.setattr(logging.getLogger("torch._export.serde.serialize"), "disabled", True)
+        for exported in (model, tmp_path, type(model).from_pretrained(tmp_path, trust_remote_code=True)):
+            assert answers(partial(generate, exported)) == eager("llama")
+
+    def test_an_exported_model_brings_its_generation_config(tmp_path: Path) -> None:
+        source = tiny("llama")
+        source.generation_config.update(num_beams=4, num_return_sequences=2, max_new_tokens=6)
+        model = exported_model(source, static=False, multi=True)
+        model.generation_config = source.generation_config  # the exporter keeps only one that it is given
+        model.save_pretrained(tmp_path)
+        ids = torch.tensor([[5, 6, 7]])
+        for exported in (model, tmp_path):
+            assert generate(exported, ids).tolist() == source.generate(ids).tolist()

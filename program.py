@@ -27,6 +27,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -74,6 +75,11 @@ def load(exported: Program | ExportedProgram | str | Path) -> Program:
     file, is never opened twice. Raises `FileNotFoundError` or `ValueError` for what is not a program, and `TypeError`
     for other objects.
     """
+    with _opening:
+        return _open(exported)
+
+
+def _open(exported: Any) -> Program:
     if isinstance(exported, Program):
         return exported
     if isinstance(exported, ExportedProgram):
@@ -91,6 +97,7 @@ def load(exported: Program | ExportedProgram | str | Path) -> Program:
     )
 
 
+_opening = RLock()  # threads that ask for one artifact at once wait for one of them to open it
 _opened: "WeakKeyDictionary[ExportedProgram, Program]" = WeakKeyDictionary()
 _opened_files: "OrderedDict[tuple[Path, int, int], Program]" = OrderedDict()
 _FILES_KEPT = 2  # a program holds its model's weights

@@ -1,13 +1,14 @@
 """Artifacts as other recipes make them, and what `generate` answers to them in a process of its own.
 
 torch.export.save(make(tiny(model)), folder / f"{kind}.pt2")               # kind: (model, make) of KINDS
-python artifacts.py folder                                       # writes answers.json: {kind: {case: tokens}}
+python artifacts.py folder               # writes answers.json: {kind: {case: tokens}}, as each of two threads got them
 """
 
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,31 +26,47 @@ LENGTHS = (8, 4, 1)  # of the prompts, left-padded
 Cache = list[tuple[Tensor, Tensor]]
 
 CASES: dict[str, dict[str, Any]] = {
-    "greedy": {"rows": 1},
-    "4 beams": {"rows": 1, "num_beams": 4, "num_return_sequences": 3},
-    "sampling": {"rows": 1, "do_sample": True, "num_return_sequences": 3},
-    "ragged": {"rows": 3},
-    "ragged beams": {"rows": 3, "num_beams": 3, "num_return_sequences": 2},
+    "greedy": {"rows": [0]},
+    "4 beams": {"rows": [0], "num_beams": 4, "num_return_sequences": 3},
+    "sampling": {"rows": [0], "do_sample": True, "num_return_sequences": 3},
+    "ragged": {"rows": [0, 1, 2]},
+    "ragged beams": {"rows": [0, 1, 2], "num_beams": 3, "num_return_sequences": 2},
+    "shorter": {"rows": [1]},
 }
 
 
-def prompts() -> tuple[Tensor, Tensor]:
-    """`[3, 8]` tokens and their mask."""
+def prompts(rows: list[int]) -> tuple[Tensor, Tensor]:
+    """`[b, t]` tokens and their mask."""
     ids = torch.randint(90, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]
-    return ids.where(mask, 97), mask.long()
+    longest = max(LENGTHS[row] for row in rows)
+    return ids.where(mask, 97)[rows, -longest:], mask.long()[rows, -longest:]
 
 
-def answers(call: Callable[..., Tensor]) -> dict[str, list[list[int]]]:
-    """What `call(ids, attention_mask=..., **cfg)` answers to each case."""
-    ids, mask = prompts()
+def answers(call: Callable[..., Tensor], cases: Iterable[str] = CASES) -> dict[str, list[list[int]]]:
+    """What `call(ids, attention_mask=..., seed=..., **cfg)` answers to each case."""
     texts = {}
-    for case, cfg in CASES.items():
-        cfg = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 98, "pad_token_id": 97} | cfg
-        rows = cfg.pop("rows")
-        torch.manual_seed(0)
-        texts[case] = call(ids[:rows], attention_mask=mask[:rows], **cfg).tolist()
+    for case in cases:
+        cfg = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 98, "pad_token_id": 97} | CASES[case]
+        ids, mask = prompts(cfg.pop("rows"))
+        texts[case] = call(ids, attention_mask=mask, seed=0, **cfg).tolist()
     return texts
+
+
+def ours(exported: Any) -> Callable[..., Tensor]:
+    def call(*inputs: Tensor, seed: int, **cfg: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(seed) if cfg["do_sample"] else None
+        return generate(exported, *inputs, **cfg, generator=generator)
+
+    return call
+
+
+def theirs(model: PreTrainedModel) -> Callable[..., Tensor]:
+    def call(*inputs: Tensor, seed: int, **cfg: Any) -> Tensor:
+        torch.manual_seed(seed)
+        return model.generate(*inputs, **cfg)
+
+    return call
 
 
 # --- recipes of transformers ---
@@ -253,9 +270,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     found: dict[str, dict[str, Any]] = {}
-    for file in folder.glob("*.pt2"):
-        try:
-            found[file.stem] = answers(partial(generate, file))
-        except Exception:  # the tests of this kind show it, and fail
-            found[file.stem] = dict.fromkeys(CASES, traceback.format_exc())
+    with ThreadPoolExecutor(2) as pool:
+        for file in folder.glob("*.pt2"):
+            try:
+                both = list(pool.map(partial(answers, ours(file)), (CASES, reversed(CASES))))
+                found[file.stem] = {case: [one[case] for one in both] for case in CASES}
+            except Exception:  # the tests of this kind show it, and fail
+                found[file.stem] = dict.fromkeys(CASES, traceback.format_exc())
     (folder / "answers.json").write_text(json.dumps(found))

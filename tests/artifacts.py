@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import GenerationConfig, PreTrainedModel
 
-from exgen import generate
+from exgen import export_for_generation, generate
 
-SLOTS = 24  # of every cache
+SLOTS, LONGEST = 24, 64  # of every cache; of texts where there is none
 LENGTHS = (8, 4, 1)  # of the prompts, left-padded
-Cache = list[tuple[Tensor, Tensor]]
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"rows": [0]},
@@ -233,7 +232,7 @@ def no_cache(
 ) -> ExportedProgram:
     ids = torch.zeros(shape, dtype=torch.long)
     inputs = (ids, torch.ones_like(ids)) if mask else (ids,)
-    dims = {axis: Dim(name, min=2, max=64) for axis, name in enumerate("bs") if name in dynamic}
+    dims = {axis: Dim(name, min=2, max=LONGEST) for axis, name in enumerate("bs") if name in dynamic}
     return torch.export.export(Logits(model, last), inputs, dynamic_shapes=(dims,) * len(inputs), strict=False)
 
 
@@ -249,6 +248,7 @@ KINDS: dict[str, tuple[str, Callable[..., ExportedProgram]]] = {
     "additive mask and input_pos": ("llama", partial(mask_and_input_pos, dtype=torch.float32)),
     "first position alone": ("llama", start),
     "dynamic cache": ("llama", dynamic_cache),
+    "step program": ("llama", export_for_generation),
     "no cache": ("llama", partial(no_cache, shape=(2, 3), dynamic="bs")),
     "no cache, attention_mask": ("gpt2", partial(no_cache, shape=(2, 3), dynamic="bs", mask=True)),
     "no cache, one row of a fixed length": ("opt", partial(no_cache, shape=(1, SLOTS))),

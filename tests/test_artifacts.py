@@ -6,13 +6,16 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from artifacts import CASES, KINDS, NEW, answers, exported_model, ours, theirs
+from artifacts import CASES, KINDS, LONGEST, NEW, SLOTS, answers, decoder_only, exported_model, ours, theirs
 from tiny import tiny
+from toys import watched
+from transformers import PreTrainedModel
 
-from exgen import generate
+from exgen import Program, generate, load
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,12 +23,18 @@ Answers = dict[str, dict[str, list[list[list[int]]]]]  # by kind and case: what 
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What a fresh process answers to each kind, from its file."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of each kind."""
     folder = tmp_path_factory.mktemp("artifacts")
     for kind, (model, make) in KINDS.items():
         with torch.no_grad():
             torch.export.save(make(tiny(model)), folder / f"{kind}.pt2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answered(folder: Path) -> Answers:
+    """What a fresh process answers to each kind, from its file."""
     script = Path(__file__).with_name("artifacts.py")
     paths = [str(script.parent), str(script.parent.parent)]
     code = f"import sys, runpy; sys.path[:0] = {paths}; sys.argv = ['', {str(folder)!r}]; "
@@ -44,6 +53,37 @@ def eager(model: str) -> dict[str, list[list[int]]]:
 def test_a_fresh_process_answers_as_eager(kind: str, case: str, answered: Answers) -> None:
     """Two threads ask at once, in opposite orders, so that calls on one program follow and meet others."""
     assert answered[kind][case] == [eager(KINDS[kind][0])[case]] * 2
+
+
+def check_limits(program: Program, model: PreTrainedModel, slots: int) -> None:
+    """Texts of up to `slots` tokens fit, the last one not counted, which is never fed."""
+    program, calls = watched(program)
+    ids = torch.randint(90, (1, slots + 1), generator=torch.Generator().manual_seed(2))
+    settings: dict[str, Any] = {"eos_token_id": None, "do_sample": False}
+    refused = [
+        (slots + 1, 1, rf"{slots + 1} tokens and 1 new .* {slots} slots: shorten"),
+        (slots - 4, 6, "to 5 or less"),
+    ]
+    for t, new, message in refused:
+        with pytest.raises(ValueError, match=message):
+            generate(program, ids[:, :t], max_new_tokens=new, **settings)
+    assert not calls
+    for t, new, k in [(slots, 1, 1), (slots - 4, 5, 3)]:
+        cfg = {"max_new_tokens": new, "num_beams": k} | settings
+        assert generate(program, ids[:, :t], **cfg).tolist() == model.generate(ids[:, :t], **cfg).tolist()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("exporter", "step program"))])
+def test_a_text_as_long_as_the_cache_works_and_a_longer_one_is_refused(kind: str, folder: Path) -> None:
+    slots = LONGEST if kind.startswith("no cache") and "fixed" not in kind else SLOTS
+    check_limits(load(folder / f"{kind}.pt2"), tiny(KINDS[kind][0]), slots)
+
+
+if not NEW:
+
+    def test_a_hybrid_cache_is_as_long_as_its_window() -> None:
+        model = tiny("gemma3")
+        check_limits(load(decoder_only(tiny("gemma3"), s=1, strict=False)), model, model.config.sliding_window)
 
 
 if NEW:

@@ -27,7 +27,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -126,8 +126,7 @@ def _opener(path: Path) -> Callable[[Path], Program]:
         if any(name.endswith("/archive_version") for name in names):
             return lambda path: open_exported_program(_load_exported_program(path))
     raise ValueError(
-        f"{path} is no exported program: supported are files written by torch.export.save, and packages of "
-        "exgen.compile_for_generation"
+        f"{path} is no exported program: supported are files written by torch.export.save, and AOTInductor packages"
     )
 
 
@@ -184,7 +183,7 @@ def open_exported_program(exported: ExportedProgram) -> Program:
     """Open a step program, or one of another recipe through `adapt`. Raises `ValueError` for what is neither."""
     metadata = exported.graph_module.meta.get("custom", {}).get("exgen")
     if metadata is None:
-        fields = adapt(exported)._asdict()
+        fields = adapt(read_graph(exported))._asdict()
         return Program(**fields, free_slots=False, max_positions=None, generation_config={})
     module = exported.module(check_guards=False)
     device = _device(exported)
@@ -197,25 +196,35 @@ FEW_TOKENS = 16  # what is quick for one token stays so for up to as many
 
 
 def open_package(path: Path) -> Program:
-    """Open an AOTInductor package of `compile_for_generation`: `decode` and `prefill` over one copy of the weights."""
+    """Open an AOTInductor package: `compile_for_generation`'s, or of one program, our step program or another."""
     runners = load_pt2(str(path)).aoti_runners
-    if runners.keys() != {"decode", "prefill"}:
-        raise ValueError(
-            f"{path} has the entry points {sorted(runners)}: make a package with exgen.compile_for_generation"
-        )
-    decode, prefill = runners["decode"], runners["prefill"]
     weights = _load_weights(path, runners)
+    name = "decode" if runners.keys() == {"decode", "prefill"} else next(iter(runners))
+    metadata = runners[name].get_metadata().get("exgen")
+    if len(runners) > 1 and name != "decode":
+        raise ValueError(
+            f"{path} has the entry points {sorted(runners)}: compile one program, or make a package with "
+            "exgen.compile_for_generation"
+        )
+    if metadata is None:
+        fields = adapt(read_package(path, name, runners[name]))._asdict()
+        return Program(**fields, free_slots=False, max_positions=None, generation_config={})
+    decode, prefill = runners[name], runners.get("prefill", runners[name])
 
     def call(input_ids: Tensor, *arguments: Any, held: dict[str, Tensor] = weights) -> Tensor:
         # compiled code takes the strides it was traced with for granted; what it mutates is contiguous anyway
         arguments = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
         return (decode if input_ids.numel() <= FEW_TOKENS else prefill)(input_ids.contiguous(), *arguments)
 
-    return step_program(call, json.loads(decode.get_metadata()["exgen"]), torch.device("cpu"))
+    return step_program(call, json.loads(metadata), _package_device(decode))
+
+
+def _package_device(runner: Any) -> torch.device:
+    return torch.device(runner.get_metadata().get("AOTI_DEVICE_KEY", "cpu"))
 
 
 def _load_weights(path: Path, runners: dict[str, Any]) -> dict[str, Tensor]:
-    """Hand the package's weights to all of `runners`, which hold bare pointers: keep what is returned as long as them.
+    """Hand weights that are beside the code to `runners`, which hold bare pointers: keep what is returned as long.
 
     `load_pt2` can do this too, but lets go of the weights, and the runners then read freed memory.
     """
@@ -225,7 +234,7 @@ def _load_weights(path: Path, runners: dict[str, Any]) -> dict[str, Tensor]:
         for short, name in names.items():
             if short.startswith("data/weights/"):
                 weights[short.rpartition("/")[2]] = torch.load(io.BytesIO(archive.read(name)))
-        for entry, runner in runners.items():
+        for entry, runner in runners.items() if weights else ():
             parts = json.loads(archive.read(names[f"data/aotinductor/{entry}/weights_config.json"]))
             views = {key: weights[file].as_strided(*view) for key, (file, *view) in parts.items()}
             runner.load_constants(views, check_full_update=True, user_managed=True)
@@ -327,6 +336,7 @@ class Graph(NamedTuple):
     ranges: dict[str, tuple[int, int | None]]  # from, to: of each symbol
     last_only: bool  # logits of the last token alone
     vmaps: bool
+    catches: bool  # raises where a slot is not there
     vocab_size: int
     device: torch.device
     signature: str
@@ -336,6 +346,13 @@ class Graph(NamedTuple):
 
     def most(self, size: Size) -> int | None:
         return size if isinstance(size, int) else self.ranges.get(size, (0, None))[1]
+
+
+class Traced(NamedTuple):
+    """An input as a compiled program describes it."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
 
 
 class Fed(NamedTuple):
@@ -351,9 +368,8 @@ Rows = Callable[[Fed, list[Tensor]], Ran]
 
 
 @torch.no_grad()
-def adapt(exported: ExportedProgram) -> Adapted:
-    """Read `exported`. Raises `ValueError`, with its signature, where it is not understood or its state is hidden."""
-    graph = read_graph(exported)
+def adapt(graph: Graph) -> Adapted:
+    """Any number of rows of `graph`. Raises `ValueError`, with its signature, where it cannot be fed a token."""
     return with_state(graph) if graph.state else without_state(graph)
 
 
@@ -387,6 +403,11 @@ def with_state(graph: Graph) -> Adapted:
 
 def without_state(graph: Graph) -> Adapted:
     fixed = isinstance(graph.s, int)
+    if graph.s == 1:
+        raise ValueError(
+            f"this program takes one token and keeps nothing of those before it: {graph.signature}. If its model has a "
+            "cache, the compiler lost it (as PyTorch issue 165444); export the model with exgen.export_for_generation"
+        )
     if graph.last_only and fixed:
         raise ValueError(
             f"this program scores the last of {graph.s} tokens alone: {graph.signature}; export it with all logits"
@@ -441,8 +462,9 @@ def stacked(graph: Graph) -> Rows:
             return vmapped(fed, state)
         each = [one(Fed(*(t[i] for t in fed)), [t[i] for t in state]) for i in range(r)]
         logits, states = zip(*each, strict=True)
-        # the cache of one row is not copied
-        return torch.stack(logits), [torch.stack(t) if r > 1 else t[0][None] for t in zip(*states, strict=True)]
+        pairs = zip(state, zip(*states, strict=True), strict=True)
+        # what was written in place is there already
+        return torch.stack(logits), [t if new[0].data_ptr() == t.data_ptr() else torch.stack(new) for t, new in pairs]
 
     return run
 
@@ -541,8 +563,8 @@ def feed(graph: Graph, fed: Fed) -> list[Any]:
             visible = torch.nn.functional.pad(fed.visible, (0, wide - fed.visible.shape[2]))
             if role == "mask":  # of tokens: what the last one sees
                 return visible[:, -1].to(traced.dtype)
-            visible = {2: visible[0], 3: visible, 4: visible[:, None]}[traced.ndim]
-            return additive(visible, traced.dtype) if traced.is_floating_point() else visible.to(traced.dtype)
+            visible = {2: visible[0], 3: visible, 4: visible[:, None]}[len(traced.shape)]
+            return additive(visible, traced.dtype) if traced.dtype.is_floating_point else visible.to(traced.dtype)
         first = fed.positions[0, 0]
         values = {"tokens": fed.ids, "positions": fed.positions[0], "positions of rows": fed.positions}
         return (first.reshape(traced.shape) if role == "start" else values[role]).to(traced.dtype)
@@ -601,7 +623,7 @@ def find_slots(rows: Rows, state: list[Tensor], graph: Graph) -> tuple[list[int 
     for n in sorted({*lengths} - {0}):
         # Only a window that moves on takes a token more than it has slots: none of its axes holds a text in order.
         which = [i for i, length in enumerate(lengths) if length == n]
-        if graph.device.type != "cpu" or not moves_on(second, n, which):
+        if not graph.catches or not moves_on(second, n, which):
             return axes, n
         axes = [None if i in which else axis for i, axis in enumerate(axes)]
     return axes, None
@@ -660,7 +682,8 @@ def read_graph(exported: ExportedProgram) -> Graph:
     signature = describe(inputs, values)
 
     written = written_inputs(exported) | set(changed)
-    tokens = find_tokens(exported, inputs)
+    lookups = [node for node in nodes if node.target is torch.ops.aten.embedding.default]
+    tokens = find_tokens(inputs, {base(node.args[1]).name for node in lookups})
     scores = next((i for i, t in enumerate(values) if is_scores(t)), None)
     if tokens is None or scores is None:
         raise ValueError(not_understood(signature))
@@ -675,6 +698,7 @@ def read_graph(exported: ExportedProgram) -> Graph:
         raise ValueError(not_understood(signature))
     fed = [name for name in inputs if roles[name] != "state"]
     module = callable_module(exported.graph_module)
+    device = _device(exported)
 
     def call(inputs: list[Any], state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         given = {**held, **dict(zip(fed, inputs, strict=True)), **dict(zip(kept, state, strict=True))}
@@ -698,8 +722,9 @@ def read_graph(exported: ExportedProgram) -> Graph:
         },
         last_only=logits.ndim == 2 or sizes(logits)[1] != s,
         vmaps=not any(node.target in READS_VALUES for node in nodes),
+        catches=device.type == "cpu",
         vocab_size=int(logits.shape[-1]),
-        device=next((t.device for t in held.values() if isinstance(t, Tensor)), torch.device("cpu")),
+        device=device,
         signature=signature,
     )
 
@@ -708,13 +733,13 @@ def is_scores(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
 
 
-def sizes(tensor: Tensor) -> list[Size]:
+def sizes(tensor: Tensor | Traced) -> list[Size]:
     return [int(text) if text.isdigit() else text for text in map(str, tensor.shape)]
 
 
 def describe(inputs: dict[str, Any], outputs: list[Any]) -> str:
     def text(value: Any) -> str:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | Traced):
             return repr(value)
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes(value)))}]"
 
@@ -731,19 +756,18 @@ def not_understood(signature: str) -> str:
     )
 
 
-def find_tokens(exported: ExportedProgram, inputs: dict[str, Any]) -> str | None:
+def find_tokens(inputs: dict[str, Any], looked_up: set[str]) -> str | None:
     """The integers `[b, s]` that are looked up in a table, or else the first of that shape."""
-    shaped = [name for name, t in inputs.items() if isinstance(t, Tensor) and t.ndim == 2 and t.dtype in INTEGERS]
-    lookups = [node for node in exported.graph_module.graph.nodes if node.target is torch.ops.aten.embedding.default]
-    looked_up = {base(node.args[1]).name for node in lookups}
+    tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor | Traced)}
+    shaped = [name for name, t in tensors.items() if len(t.shape) == 2 and t.dtype in INTEGERS]
     return next((name for name in shaped if name in looked_up), shaped[0] if shaped else None)
 
 
 def find_role(value: Any, b: Size, s: Size) -> str | None:
     """What an input other than tokens means, by its sizes; None: unknown."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | Traced):
         return "constant"
-    shape, integers, floats = sizes(value), value.dtype in INTEGERS, value.is_floating_point()
+    shape, integers, floats = sizes(value), value.dtype in INTEGERS, value.dtype.is_floating_point
     if integers and shape in ([s], [b, s]):
         return "positions" if len(shape) == 1 else "positions of rows"
     if integers and shape in ([], [1]):
@@ -855,3 +879,136 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: lambda _, part, *args: part(*args),
     torch.ops.higher_order.wrap_with_autocast: lambda _, dtype, enabled, cached, part, *args: part(*args),
 }
+
+
+# --- reading a package ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def read_package(path: Path, entry: str, runner: Any) -> Graph:
+    """A package of another recipe as a pure function. Raises `ValueError` where its inputs or state are not understood.
+
+    Its state, the buffers that calls write to, is inside the runner: a row's is copied in before a call, and out after.
+    """
+    if is_step_program(runner):
+        raise ValueError(
+            f"{path} is a step program without its metadata: make the package with exgen.compile_for_generation, or "
+            'pass inductor_configs={"aot_inductor.metadata": {"exgen": exported.graph_module.meta["custom"]["exgen"]}}'
+        )
+    inputs, buffers, ranges = read_source(path, entry)
+    signature, tokens = describe(inputs, []), find_tokens(inputs, set())
+    if tokens is None:
+        raise ValueError(not_understood(signature))
+    b, s = sizes(inputs[tokens])
+    roles = [("tokens" if name == tokens else find_role(value, b, s)) for name, value in inputs.items()]
+    if not {None, "state"}.isdisjoint(roles):
+        raise ValueError(not_understood(signature))
+
+    def run(runner: Any, inputs: list[Any]) -> Tensor:
+        outputs = runner.loader.run([t.contiguous() for t in inputs])
+        logits = next((t for t in outputs if is_scores(t)), None)
+        if logits is None:
+            raise ValueError(not_understood(signature))
+        return logits if logits.ndim == 3 else logits[:, None]
+
+    def call(inputs: list[Any], state: list[Tensor]) -> Ran:
+        with lock:  # another thread's call would have its own state inside
+            for inside, outside in zip(held, state, strict=True):
+                inside.copy_(outside)
+            logits = run(runner, inputs)
+            return logits, [outside.copy_(inside) for inside, outside in zip(held, state, strict=True)]
+
+    def fed(start: int, *tokens: int) -> list[Any]:
+        ids = torch.tensor(tokens, device=device).expand(graph.least(b), -1)
+        at = torch.arange(start + len(tokens), device=device)
+        return feed(graph, Fed(ids, at[start:].expand_as(ids), (at <= at[start:, None]).expand(len(ids), -1, -1)))
+
+    def last_logits(*tokens: int) -> Tensor:
+        state = [torch.zeros_like(t) for t in held]
+        return [call(fed(i, token), state)[0] for i, token in enumerate(tokens)][-1]
+
+    lock, device = Lock(), _package_device(runner)
+    some = [1] * (s if isinstance(s, int) else 2)
+    graph = Graph(
+        call=call,
+        roles=[str(role) for role in roles],
+        inputs=list(inputs.values()),
+        state=[],
+        grows=False,
+        b=b,
+        s=s,
+        ranges=ranges,
+        last_only=False,
+        vmaps=False,
+        catches=False,
+        vocab_size=0,
+        device=device,
+        signature=signature,
+    )
+    runner_of_trials = load_pt2(str(path)).aoti_runners[entry]
+    tried = {name: torch.zeros([int(n) for n in t.shape], dtype=t.dtype, device=device) for name, t in buffers.items()}
+    weights = _load_weights(path, {entry: runner_of_trials})
+    runner_of_trials.load_constants(tried, check_full_update=False, user_managed=True)
+    logits = run(runner_of_trials, fed(1, *some))  # not at 0, which a count would write where 0 is
+    del weights
+    written = {name: torch.zeros_like(t) for name, t in tried.items() if t.any()}
+    held = list(written.values())
+    graph = graph._replace(state=held, vocab_size=logits.shape[-1], last_only=logits.shape[1] != len(some))
+    if held:
+        if isinstance(s, int) and s > 1:
+            raise ValueError(f"this package takes no fewer than {s} tokens: {signature}; export it with 1")
+        own = [run(runner, fed(i, token)) for i, token in enumerate((1, 2, 3))][-1]  # with the state it begins with
+        # Once: the runner never lets go of what it is handed.
+        runner.load_constants(written, check_full_update=False, user_managed=True)
+        logits = last_logits(1, 2, 3)
+        if not torch.allclose(own, logits, atol=1e-4, rtol=1e-4):
+            raise ValueError(f"{path} has a state that does not begin as zeros: {', '.join(written)}. {INSTEAD}")
+        if any(torch.equal(logits, last_logits(*others, 3)) for others in ((0, 2), (1, 0))):
+            raise ValueError(
+                f"{path} writes {', '.join(written)}, but forgets tokens: the compiler broke its state (as in PyTorch "
+                f"issue 165444). {INSTEAD}"
+            )
+    return graph
+
+
+def is_step_program(runner: Any) -> bool:
+    arguments = json.loads(runner.loader.get_call_spec()[0])[1]["children_spec"][0]["children_spec"]
+    return [argument["type"] for argument in arguments] == [None] * 6 + ["builtins.list"] * 2
+
+
+def read_source(
+    path: Path, entry: str
+) -> tuple[dict[str, Traced], dict[str, Traced], dict[str, tuple[int, int | None]]]:
+    """Inputs, buffers and the ranges of symbols, as the C++ source says that a package keeps beside its code."""
+    with zipfile.ZipFile(path) as archive:
+        parts = [name for name in archive.namelist() if f"/data/aotinductor/{entry}/" in name]
+        source = "".join(archive.read(name).decode() for name in parts if name.endswith(".wrapper.cpp"))
+
+    def shape(text: str) -> tuple[Size, ...]:
+        parts = [part.strip().removesuffix("L") for part in text.split(",") if part.strip()]
+        return tuple(int(part) if part.isdigit() else part for part in parts)
+
+    shapes = dict(re.findall(r"assert_size_stride\((\w+), \{(.*?)\},", source))
+    dtypes = dict(re.findall(r"(\w+)_expected_dtype = aoti_torch_dtype_(\w+)\(\)", source))
+    names = re.findall(r'inputs_info_\[\d+\]\.name = "(\w+)"', source)
+    if not names or not set(names) <= shapes.keys() & dtypes.keys():
+        raise ValueError(f"{path} does not hold the source that says which inputs it takes. {INSTEAD}")
+    inputs = {name: Traced(shape(shapes[name]), getattr(torch, dtypes[name])) for name in names}
+    # a size of 1 works too: that it is at least 2 is what torch assumes of every dynamic one
+    ranges: dict[str, tuple[int, int | None]] = {str(n): (1, None) for t in inputs.values() for n in t.shape}
+    for name, axis, most in re.findall(r"(\w+)_size\[(\d+)\] > (\d+)\)", source):
+        ranges[str(inputs[name].shape[int(axis)])] = (1, int(most))
+    constants: dict[str, dict[str, str]] = {}
+    for i, field, value in re.findall(r"constants_info_\[(\d+)\]\.(dtype|type|shape|original_fqn) = (.*);", source):
+        constants.setdefault(i, {})[field] = value
+    buffers = {
+        constant["original_fqn"].strip('"'): Traced(
+            shape(constant["shape"].strip("{}")), getattr(torch, constant["dtype"].removeprefix("cached_torch_dtype_"))
+        )
+        for constant in constants.values()
+        if "Parameter" not in constant["type"]
+    }
+    return inputs, buffers, ranges
+
+
+INSTEAD = "Compile what exgen.export_for_generation makes, with exgen.compile_for_generation"

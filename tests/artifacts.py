@@ -4,6 +4,7 @@ torch.export.save(make(tiny(model)), folder / f"{kind}.pt2")               # kin
 python artifacts.py folder               # writes answers.json: {kind: {case: tokens}}, as each of two threads got them
 """
 
+import copy
 import json
 import sys
 import traceback
@@ -13,8 +14,10 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from tiny import CONFIGS, tiny
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import GenerationConfig, PreTrainedModel
@@ -66,6 +69,14 @@ def theirs(model: PreTrainedModel) -> Callable[..., Tensor]:
         return model.generate(*inputs, **cfg)
 
     return call
+
+
+def shallow(name: str) -> PreTrainedModel:
+    """A tiny model of one layer, for what takes a compiler long."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = 1
+    with patch.dict(CONFIGS, {name: config}):
+        return tiny(name)
 
 
 # --- recipes of transformers ---
@@ -186,6 +197,22 @@ class Windows(InputPositions):
         return self.read(idx, input_pos, masks)
 
 
+class Counting(InputPositions):
+    """Counts the tokens it was fed by itself."""
+
+    count: Tensor
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, idx: Tensor) -> Tensor:  # type: ignore[override]
+        positions = self.count + torch.arange(idx.shape[1])
+        logits = self.read(idx, positions, [self.causal[None, None, positions]])
+        self.count.add_(idx.shape[1])
+        return logits
+
+
 class StartGiven(InputPositions):
     """Only the first token's position is given."""
 
@@ -206,6 +233,10 @@ def mask_and_input_pos(model: PreTrainedModel, dtype: torch.dtype) -> ExportedPr
     dim = Dim("s", max=SLOTS)
     mask = torch.ones(1, 1, 3, SLOTS, dtype=dtype)
     return torch.export.export(MaskGiven(model), (mask, ids, positions), dynamic_shapes=({2: dim}, {1: dim}, {0: dim}))
+
+
+def counting(model: PreTrainedModel) -> ExportedProgram:
+    return torch.export.export(Counting(model), (torch.zeros(1, 1, dtype=torch.long),))
 
 
 def start(model: PreTrainedModel) -> ExportedProgram:
@@ -246,6 +277,7 @@ KINDS: dict[str, tuple[str, Callable[..., ExportedProgram]]] = {
     "input_pos, hybrid cache": ("mistral", partial(input_pos, s=1, kind=Windows)),
     "bool mask and input_pos": ("llama", partial(mask_and_input_pos, dtype=torch.bool)),
     "additive mask and input_pos": ("llama", partial(mask_and_input_pos, dtype=torch.float32)),
+    "positions counted inside": ("llama", counting),
     "first position alone": ("llama", start),
     "dynamic cache": ("llama", dynamic_cache),
     "step program": ("llama", export_for_generation),
@@ -264,6 +296,23 @@ if NEW:  # 4.57 has no exporters, and its hybrid cache holds no text longer than
         "exporter, static cache, many tokens": ("llama", partial(exporter, static=True, multi=True)),
         "exporter, static cache, one token": ("llama", partial(exporter, static=True, multi=False)),
     }
+
+PACKAGES: dict[str, tuple[str, Callable[..., ExportedProgram]]] = {  # of one layer
+    "package, step program": ("llama", export_for_generation),
+    "package, decoder only, many tokens": ("llama", partial(decoder_only, s=3, strict=True)),
+    "package, input_pos, one token": ("llama", partial(input_pos, s=1)),
+    "package, no cache": ("llama", partial(no_cache, shape=(2, 3), dynamic="bs")),
+}
+
+
+def compiled(exported: ExportedProgram, file: Path) -> Path:
+    """An AOTInductor package of `exported`, with a step program's metadata."""
+    custom = exported.graph_module.meta.get("custom", {})
+    configs: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # compiles faster
+    if "exgen" in custom:
+        configs["aot_inductor.metadata"] = {"exgen": custom["exgen"]}
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(file), inductor_configs=configs)
+    return file
 
 
 if __name__ == "__main__":

@@ -4,15 +4,33 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from artifacts import CASES, KINDS, LONGEST, NEW, SLOTS, answers, decoder_only, exported_model, ours, theirs
+from artifacts import (
+    CASES,
+    KINDS,
+    LONGEST,
+    NEW,
+    PACKAGES,
+    SLOTS,
+    Windows,
+    answers,
+    compiled,
+    counting,
+    decoder_only,
+    exported_model,
+    input_pos,
+    ours,
+    shallow,
+    theirs,
+)
 from tiny import tiny
-from toys import watched
+from toys import exported_history, watched
 from transformers import PreTrainedModel
 
 from exgen import Program, generate, load
@@ -29,6 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, (model, make) in KINDS.items():
         with torch.no_grad():
             torch.export.save(make(tiny(model)), folder / f"{kind}.pt2")
+    for kind, (model, make) in PACKAGES.items():
+        with torch.no_grad():
+            compiled(make(shallow(model)), folder / f"{kind}.pt2")
     return folder
 
 
@@ -44,8 +65,8 @@ def answered(folder: Path) -> Answers:
 
 
 @cache
-def eager(model: str) -> dict[str, list[list[int]]]:
-    return answers(theirs(tiny(model)))
+def eager(model: str, make: Callable[[str], PreTrainedModel] = tiny) -> dict[str, list[list[int]]]:
+    return answers(theirs(make(model)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,6 +74,12 @@ def eager(model: str) -> dict[str, list[list[int]]]:
 def test_a_fresh_process_answers_as_eager(kind: str, case: str, answered: Answers) -> None:
     """Two threads ask at once, in opposite orders, so that calls on one program follow and meet others."""
     assert answered[kind][case] == [eager(KINDS[kind][0])[case]] * 2
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_a_package_answers_as_eager(kind: str, case: str, answered: Answers) -> None:
+    assert answered[kind][case] == [eager(PACKAGES[kind][0], shallow)[case]] * 2
 
 
 def check_limits(program: Program, model: PreTrainedModel, slots: int) -> None:
@@ -77,6 +104,44 @@ def check_limits(program: Program, model: PreTrainedModel, slots: int) -> None:
 def test_a_text_as_long_as_the_cache_works_and_a_longer_one_is_refused(kind: str, folder: Path) -> None:
     slots = LONGEST if kind.startswith("no cache") and "fixed" not in kind else SLOTS
     check_limits(load(folder / f"{kind}.pt2"), tiny(KINDS[kind][0]), slots)
+
+
+@pytest.mark.parametrize("kind", ["package, decoder only, many tokens", "package, input_pos, one token"])
+def test_a_text_as_long_as_a_package_s_cache_works_and_a_longer_one_is_refused(kind: str, folder: Path) -> None:
+    check_limits(load(folder / f"{kind}.pt2"), shallow(PACKAGES[kind][0]), SLOTS)
+
+
+def test_a_package_with_windows_that_move_on_holds_one_window(tmp_path: Path) -> None:
+    """Whether it moves on is seen where a text has no slot left; compiled code may crash there."""
+    model = tiny("mistral")
+    package = compiled(input_pos(tiny("mistral"), s=1, kind=Windows), tmp_path / "windows.pt2")
+    check_limits(load(package), model, model.config.sliding_window)
+
+
+def test_a_package_whose_state_never_updates_is_refused(tmp_path: Path) -> None:
+    """PyTorch issue 165444: a counter of one element is 1 after every call. Compilers with that fixed are believed."""
+    package = compiled(counting(shallow("llama")), tmp_path / "counting.pt2")
+    runner = torch._inductor.aoti_load_package(package)
+    logits = torch.cat([runner(torch.tensor([[token]])) for token in (5, 6, 7)], 1)
+    if torch.allclose(logits, shallow("llama")(torch.tensor([[5, 6, 7]])).logits, atol=1e-4):
+        assert answers(ours(package)) == eager("llama", shallow)
+    else:
+        with pytest.raises(ValueError, match=r"writes .*count.* forgets tokens.*compile_for_generation"):
+            load(package)
+
+
+def test_a_package_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
+    table = torch.export.export(torch.nn.Embedding(9, 9), (torch.zeros(1, 1, dtype=torch.long),))
+    package = compiled(table, tmp_path / "one.pt2")
+    with pytest.raises(ValueError, match=r"takes one token and keeps nothing.*export_for_generation"):
+        load(package)
+
+
+def test_a_step_program_packaged_without_its_metadata_says_how_to_add_it(tmp_path: Path) -> None:
+    program = exported_history()
+    del program.graph_module.meta["custom"]
+    with pytest.raises(ValueError, match=r"compile_for_generation, or pass inductor_configs=.*aot_inductor.metadata"):
+        load(compiled(program, tmp_path / "bare.pt2"))
 
 
 if not NEW:

@@ -199,24 +199,26 @@ def open_package(path: Path) -> Program:
     """Open an AOTInductor package: `compile_for_generation`'s, or of one program, our step program or another."""
     runners = load_pt2(str(path)).aoti_runners
     weights = _load_weights(path, runners)
-    name = "decode" if runners.keys() == {"decode", "prefill"} else next(iter(runners))
-    metadata = runners[name].get_metadata().get("exgen")
-    if len(runners) > 1 and name != "decode":
+    sized = runners.keys() == {"one", "few", "many"}  # compile_for_generation's, for as many tokens
+    if len(runners) > 1 and not sized:
         raise ValueError(
             f"{path} has the entry points {sorted(runners)}: compile one program, or make a package with "
             "exgen.compile_for_generation"
         )
+    name = "one" if sized else next(iter(runners))
+    metadata = runners[name].get_metadata().get("exgen")
     if metadata is None:
         fields = adapt(read_package(path, name, runners[name]))._asdict()
         return Program(**fields, free_slots=False, max_positions=None, generation_config={})
-    decode, prefill = runners[name], runners.get("prefill", runners[name])
 
     def call(input_ids: Tensor, *arguments: Any, held: dict[str, Tensor] = weights) -> Tensor:
         # compiled code takes the strides it was traced with for granted; what it mutates is contiguous anyway
         arguments = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
-        return (decode if input_ids.numel() <= FEW_TOKENS else prefill)(input_ids.contiguous(), *arguments)
+        tokens = input_ids.numel()
+        entry = ("one" if tokens == 1 else "few" if tokens <= 6 else "many") if sized else name
+        return runners[entry](input_ids.contiguous(), *arguments)
 
-    return step_program(call, json.loads(metadata), _package_device(decode))
+    return step_program(call, json.loads(metadata), _package_device(runners[name]))
 
 
 def _package_device(runner: Any) -> torch.device:

@@ -20,8 +20,8 @@ demo: $(env)
 
 # The newest transformers is in .venv; the oldest that pyproject.toml allows is laid over it for a second run.
 test: lint $(oldest)
-	OMP_NUM_THREADS=1 $(bin)/pytest -q -n 2
-	OMP_NUM_THREADS=1 PYTHONPATH=$(oldest) $(bin)/pytest -q -n 2 $(core)
+	OMP_NUM_THREADS=1 $(bin)/pytest -q -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 PYTHONPATH=$(oldest) $(bin)/pytest -q -n 2 --dist loadscope $(core)
 
 lint: $(env)
 	$(bin)/ruff check .

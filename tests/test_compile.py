@@ -17,7 +17,7 @@ MODELS = ["llama", "gpt2", "gemma3"]  # linear layers without a bias; none at al
 STRATEGIES: list[dict[str, Any]] = [
     {},
     {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 0.5},
-    {"num_beams": 20},  # more tokens a step than the `decode` entry point takes
+    {"num_beams": 20},  # more tokens a step than the entry point for few takes
     {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
     {"do_sample": True, "num_beams": 3},
 ]
@@ -47,6 +47,13 @@ def test_a_package_continues_as_eager_does(compiled: tuple[Any, Path], strategy:
     assert answer.sequences.tolist() == expected.sequences.tolist()
     for ours, theirs in zip(answer.scores, expected.scores, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_one_text_alone_has_an_entry_point_of_its_own(compiled: tuple[Any, Path]) -> None:
+    model, package = compiled
+    ids, _ = prompts()
+    expected = model.generate(ids[:1], max_new_tokens=10, do_sample=False)
+    assert generate(package, ids[:1], max_new_tokens=10, do_sample=False).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=label)

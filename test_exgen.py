@@ -225,7 +225,7 @@ def test_the_prompt_is_read_once_however_many_texts(program: Program, strategy: 
     if strategy == {"num_beams": 1}:
         k = 1
     counted, calls = watched(program)
-    generate(counted, IDS, MASK, **OPTIONS | strategy | {"eos_token_id": None})
+    generate(counted, IDS, MASK, **OPTIONS | strategy | {"eos_token_id": None, "share_prompt": True})
     assert [call.shape for call in calls] == [(3, T)] + [(3, k)] * (NEW - 1)  # 3 prompts of T columns, then k beams
 
 
@@ -233,9 +233,18 @@ def test_the_prompt_is_read_once_however_many_texts(program: Program, strategy: 
 def test_beams_go_on_at_the_position_after_their_prompt(program: Program, strategy: dict[str, Any]) -> None:
     # transformers' helpers for exported programs feed the prompt's last token twice, or skip a position
     counted, calls = watched(program)
-    generate(counted, IDS, MASK, **OPTIONS | strategy | {"eos_token_id": None})
+    generate(counted, IDS, MASK, **OPTIONS | strategy | {"eos_token_id": None, "share_prompt": True})
     for i, call in enumerate(calls[1:]):
         assert torch.equal(call.positions, (LENGTHS + i)[:, None].expand(call.shape))
+
+
+@pytest.mark.parametrize("new, share, rows", [(20, None, 1), (21, None, 4), (20, False, 4), (21, True, 1)])
+def test_many_long_samples_have_rows_of_their_own(new: int, share: bool | None, rows: int) -> None:
+    # 4 samples of a prompt of 20: up to twice what one text holds, they share its row; `share_prompt` overrides that
+    counted, calls = watched(history())
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": new, "share_prompt": share}
+    generate(counted, torch.full((1, 20), 7), **options)
+    assert [call.shape[0] for call in calls] == [1] + [rows] * (new - 1)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 100])

@@ -19,6 +19,7 @@ vocabulary. `b`, `s`, `l` and `n` are dynamic.
 chunks, which it computes from positions, so slots can be used in any order.
 """
 
+import copy
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -32,10 +33,12 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
+from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
 from torch._inductor.package import package_aoti
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -71,6 +74,7 @@ def export_for_generation(model: PreTrainedModel) -> ExportedProgram:
     attention implementation that the model came with (sdpa of transformers 4.57 leaves out gemma2's softcap)."""
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         raise TypeError(f"export_for_generation got {type(model).__name__}: give it a decoder-only transformers model")
+    model = with_plain_weights(model)
     config = model.config.get_text_config()
     max_positions = getattr(config, "max_position_embeddings", None)
     generator = torch.Generator().manual_seed(0)
@@ -95,6 +99,17 @@ def export_for_generation(model: PreTrainedModel) -> ExportedProgram:
     }
     program.graph_module.meta.setdefault("custom", {})["exgen"] = json.dumps(metadata)
     return program
+
+
+def with_plain_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`; or if it holds tensors in parts, as torchao's quantised ones, a copy that shares these parts as weights.
+
+    A program is saved and loaded with plain tensors only, so that it needs no library but torch.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    if not any(is_traceable_wrapper_subclass(weight) for weight in weights):
+        return model
+    return unwrap_tensor_subclass_parameters(copy.deepcopy(model, {id(weight): weight for weight in weights}))
 
 
 def agreeing_step(model: PreTrainedModel, prompts: Tensor, logits: Tensor, shape: CacheShape) -> "Step":
@@ -357,6 +372,8 @@ def simplified(program: ExportedProgram) -> ExportedProgram:
     for node in program.graph.nodes:
         if node.target == aten._assert_tensor_metadata.default:
             program.graph.erase_node(node)
+        elif any(user.op == "output" for user in node.users):
+            continue  # the program's signature names what is returned
         elif node.target == aten.dropout.default or (node.target in identities and alike(node, node.args[0])):
             node.replace_all_uses_with(node.args[0])
             program.graph.erase_node(node)
@@ -451,16 +468,31 @@ OPTIONS: dict[str, Any] = {
 
 def replace_linears(module: GraphModule, at_once: int) -> None:
     for node in module.graph.nodes:
-        if node.target is torch.ops.aten.linear.default:
-            node.target = streamed_linear if at_once else library_linear
-            node.kwargs = {**node.kwargs, "at_once": at_once} if at_once else node.kwargs
+        if node.target is torch.ops.aten.mm.default and (weight := quantised_weight(node.args[1])):
+            node.args = (node.args[0], weight)
+        elif node.target is not torch.ops.aten.linear.default:
+            continue
+        node.target = streamed_linear if at_once else library_linear
+        node.kwargs = {**node.kwargs, "at_once": at_once} if at_once else node.kwargs
     module.recompile()
+
+
+def quantised_weight(node: Any) -> Node | None:
+    """The integer weight `[o, i]` that `node` `[i, o]` is computed from, as a weight-only quantised linear layer does.
+
+    Its scales come after the product, so that the loops of streamed_linear read the integers themselves.
+    """
+    aten = torch.ops.aten
+    if node.target is aten.to.dtype and node.args[0].target is aten.t.default:
+        weight = node.args[0].args[0]
+        return None if weight.meta["val"].is_floating_point() else weight
+    return None
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` for many tokens, by oneDNN: on AMD's Zen 4, 200 to 215 GFLOP/s where MKL has 160 to 195."""
-    if x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return F.linear(x, weight, bias)
+    if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return F.linear(x, weight.to(x.dtype), bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

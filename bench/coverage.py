@@ -10,6 +10,7 @@ Outcomes are appended to bench/coverage.jsonl, so that a run continues the one b
 import argparse
 import json
 import multiprocessing
+import os
 import re
 import sys
 import time
@@ -179,6 +180,7 @@ def attempt(name: str) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     append(outcome(name))
+    os._exit(0)  # what a forked process would clean up is its parent's
 
 
 def append(found: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: Generation
     chunk = min(config.prefill_chunk_size or PREFILL_CHUNK, program.max_feed or ids.shape[1])
 
     def read(ids: Tensor, mask: Tensor) -> tuple[Tensor, slots.Cache]:
-        l = program.max_slots or min(chunk, ids.shape[1])
+        l = program.max_slots or (ids.shape[1] + ROOM if program.max_feed else min(chunk, ids.shape[1]))
         cache = slots.allocate(program.empty, program.slot_axes, len(ids), l, ids.device)
         return prefill(program.step, slots.grow, cache, ids, mask, chunk, 0 if program.max_slots else ROOM)
 

@@ -12,11 +12,15 @@ vocabulary. `b`, `s`, `l` and `n` are dynamic.
     visible                  [b, s, l]   the slots each token may attend to, its own included
     logits_at                [n]         which of the s tokens to compute logits for
     slot_positions           [b, l]      mutated: the position of the token held in each slot
-    keys, values             lists of [b, h, l, d], one per layer, mutated
+    keys, values             lists of [b, h, l, d], one per layer that attends, mutated
+    states                   list of [b, ...], mutated: what other layers keep, as convolutions and recurrences do
     returns                  [b, n, v]   logits
 
 `visible` alone says what is causal and what is padding. The graph only narrows it by the model's own windows and
 chunks, which it computes from positions, so slots can be used in any order.
+
+A program without states does not have that argument. One with them takes a token at a time (`s` and `n` are 1), in
+order and without padding, as states hold all that came before.
 """
 
 import copy
@@ -49,11 +53,22 @@ SLOTS = "exgen_slots"  # transformers finds our attention and masks under this n
 WAYS = tuple(product((SLOTS, "sdpa", "eager"), ("no", "a counted", "a whole")))
 
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the first since transformers 5
+
+
 class CacheShape(NamedTuple):
-    keys: list[tuple[int, int]]  # (h, d) of each layer
+    keys: list[tuple[int, int]]  # (h, d) of each layer that attends
     values: list[tuple[int, int]]
     dtype: torch.dtype
     device: torch.device
+    states: list[tuple[list[int], str]]  # [...] of each state `[b, ...]`, and its dtype
+
+
+class Places(NamedTuple):
+    """Where a model's layers find what they keep."""
+
+    attending: list[int]  # the layer of each of `keys`
+    states: list[tuple[int, str, int]]  # of each of `states`: its layer, kind and number there
 
 
 class Feed(NamedTuple):
@@ -65,6 +80,7 @@ class Feed(NamedTuple):
     slot_positions: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    states: list[Tensor]
 
 
 def export_for_generation(model: PreTrainedModel) -> ExportedProgram:
@@ -80,16 +96,17 @@ def export_for_generation(model: PreTrainedModel) -> ExportedProgram:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(config.vocab_size, (2, min(40, max_positions or 40)), generator=generator).to(model.device)
     with torch.no_grad(), prepared(model, None):
-        logits, shape = run_eager(model, prompts)
-        step = agreeing_step(model, prompts, logits, shape)
-    windows = [step.windows.get(layer) for layer in range(len(shape.keys))]
+        logits, shape, places = run_eager(model, prompts)
+        step = agreeing_step(model, prompts, logits, shape, places)
+    windows = [step.windows.get(layer) for layer in places.attending]
     with torch.no_grad(), prepared(model, step.attention):
-        program = simplified(traced(step, shape))
+        program = simplified(traced(step, shape, (3, 1, 11, 1) if shape.states else (3, 5, 11, 2)))
         require_agreement(program.module(check_guards=False), prompts, logits, shape)
     metadata = {
         "format": 1,
         "keys": shape.keys,
         "values": shape.values,
+        "states": shape.states,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "vocab_size": logits.shape[-1],
         "max_positions": max_positions,
@@ -112,11 +129,11 @@ def with_plain_weights(model: PreTrainedModel) -> PreTrainedModel:
     return unwrap_tensor_subclass_parameters(copy.deepcopy(model, {id(weight): weight for weight in weights}))
 
 
-def agreeing_step(model: PreTrainedModel, prompts: Tensor, logits: Tensor, shape: CacheShape) -> "Step":
+def agreeing_step(model: PreTrainedModel, prompts: Tensor, logits: Tensor, shape: CacheShape, places: Places) -> "Step":
     """The first of WAYS whose logits are the model's own."""
     failures: dict[str, str] = {}
     for attention, mask in WAYS:
-        step = Step(model, attention, mask)
+        step = Step(model, attention, mask, places)
         try:
             with prepared(model, attention):
                 require_agreement(step, prompts, logits, shape)
@@ -130,9 +147,9 @@ def agreeing_step(model: PreTrainedModel, prompts: Tensor, logits: Tensor, shape
 class Step(nn.Module):
     """The step program before it is traced."""
 
-    def __init__(self, model: PreTrainedModel, attention: str, mask: str) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str, mask: str, places: Places) -> None:
         super().__init__()
-        self.model, self.attention, self.mask = model, attention, mask
+        self.model, self.attention, self.mask, self.places = model, attention, mask, places
         self.knows_softcap = model.config._attn_implementation != "sdpa"
         self.accepts = set(inspect.signature(model.forward).parameters)
         self.windows: dict[int, int | None] = {}
@@ -147,11 +164,12 @@ class Step(nn.Module):
         slot_positions: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
+        states: list[Tensor] | None = None,
     ) -> Tensor:
-        cache = SlotCache(Feed(position_ids, slots, visible, slot_positions, keys, values), self)
+        cache = SlotCache(Feed(position_ids, slots, visible, slot_positions, keys, values, states or []), self)
         slot_positions[cache.rows, slots] = position_ids
         arguments: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": logits_at}
-        arguments |= {"cache": cache, "past_key_values": cache}  # the first name since transformers 5
+        arguments |= dict.fromkeys(CACHE_NAMES, cache)
         counting: Any = nullcontext()
         if self.mask == "a counted":
             arguments["attention_mask"] = torch.ones_like(slot_positions)
@@ -171,6 +189,8 @@ class SlotCache(Cache):
 
     def __init__(self, feed: Feed, step: Step) -> None:
         self.feed, self.model, self.knows_softcap = feed, step.model, step.knows_softcap
+        self.index = {layer: i for i, layer in enumerate(step.places.attending)}
+        self.states = dict(zip(step.places.states, feed.states, strict=True))
         self.layers: list[Any] = []  # what transformers' own methods look at
         self.layer = 0  # the one at work
         self.rows = torch.arange(feed.slots.shape[0], device=feed.slots.device)[:, None]  # [b, 1]
@@ -180,11 +200,33 @@ class SlotCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         self.layer = layer_idx
-        keys, values = self.feed.keys[layer_idx], self.feed.values[layer_idx]
+        keys, values = self.feed.keys[self.index[layer_idx]], self.feed.values[self.index[layer_idx]]
         # These become index_put_; scatter_, once compiled, would clone the cache at every step.
         keys[self.rows, :, self.feed.slots] = key_states.transpose(1, 2)
         values[self.rows, :, self.feed.slots] = value_states.transpose(1, 2)
         return keys, values
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return True  # before the first token, zeros
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.states[layer_idx, "conv_states", state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.states[layer_idx, "recurrent_states", state_idx]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """The inputs before the new ones, and these; `[b, channels, kernel + s]`. The last are kept."""
+        held = self.get_conv_state(layer_idx, state_idx)
+        inputs = torch.cat([held, conv_states], dim=-1)
+        held.copy_(inputs[..., -held.shape[-1] :])
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        return self.get_recurrent_state(layer_idx, state_idx).copy_(recurrent_states)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         # Positions are given, so the cache's length serves nothing, except attention that scales queries by how far
@@ -326,24 +368,42 @@ def prepared(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
             module.training = mode
 
 
-def run_eager(model: PreTrainedModel, prompts: Tensor) -> tuple[Tensor, CacheShape]:
-    """The model's own logits `[b, t, v]`, and the shape of the cache that it filled."""
+def run_eager(model: PreTrainedModel, prompts: Tensor) -> tuple[Tensor, CacheShape, Places]:
+    """The model's own logits `[b, t, v]`, and what is in the cache that it filled."""
     output = model(input_ids=prompts, use_cache=True, return_dict=True)
-    cache = output.get("cache", output.get("past_key_values"))
-    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
-    if not layers or not all(isinstance(getattr(layer, "keys", None), Tensor) for layer in layers):
+    cache = next((output[name] for name in CACHE_NAMES if output.get(name) is not None), None)
+    layers = list(getattr(getattr(cache, "self_attention_cache", cache), "layers", []))
+    attending = [i for i, layer in enumerate(layers) if isinstance(getattr(layer, "keys", None), Tensor)]
+    found = {
+        (i, kind, number): state
+        for i, layer in enumerate(layers)
+        for kind in ("conv_states", "recurrent_states")
+        for number, state in (getattr(layer, kind, None) or {}).items()
+        if isinstance(state, Tensor)
+    }
+    if not layers or {*range(len(layers))} != {*attending, *(i for i, _, _ in found)}:
         name, kind = type(model).__name__, type(cache).__name__
-        raise ValueError(f"{name} keeps other states ({kind}) than keys and values, which is not supported")
-    keys = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in layers]
-    values = [(layer.values.shape[1], layer.values.shape[3]) for layer in layers]
-    return output.logits, CacheShape(keys, values, layers[0].keys.dtype, prompts.device)
+        raise ValueError(
+            f"{name} keeps other states ({kind}) than are supported: keys, values, conv_states, recurrent_states"
+        )
+    keys, values = ([getattr(layers[i], part).shape for i in attending] for part in ("keys", "values"))
+    shape = CacheShape(
+        [(size[1], size[3]) for size in keys],
+        [(size[1], size[3]) for size in values],
+        layers[attending[0]].keys.dtype if attending else output.logits.dtype,
+        prompts.device,
+        [(list(state.shape[1:]), str(state.dtype).removeprefix("torch.")) for state in found.values()],
+    )
+    return output.logits, shape, Places(attending, list(found))
 
 
-def empty_cache(shape: CacheShape, b: int, l: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """slot_positions, keys and values."""
+def empty_cache(shape: CacheShape, b: int, l: int) -> tuple[Any, ...]:
+    """slot_positions, keys, values, and states where there are any."""
     options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     keys, values = ([torch.zeros(b, h, l, d, **options) for h, d in heads] for heads in (shape.keys, shape.values))
-    return torch.zeros(b, l, dtype=torch.long, device=shape.device), keys, values
+    states = [torch.zeros(b, *size, dtype=getattr(torch, name), device=shape.device) for size, name in shape.states]
+    slot_positions = torch.zeros(b, l, dtype=torch.long, device=shape.device)
+    return slot_positions, keys, values, *([states] if states else [])
 
 
 def traced(step: nn.Module, shape: CacheShape, example: tuple[int, int, int, int] = (3, 5, 11, 2)) -> ExportedProgram:
@@ -354,8 +414,18 @@ def traced(step: nn.Module, shape: CacheShape, example: tuple[int, int, int, int
     visible = torch.ones(rows, tokens, slots, dtype=torch.bool, device=shape.device)
     logits_at = torch.zeros(asked, dtype=torch.long, device=shape.device)
     b, s, l, n = (Dim.STATIC if size == 1 else Dim(name, min=1) for name, size in zip("bsln", example, strict=True))
-    token, layers = {0: b, 1: s}, [{0: b, 2: l}] * len(shape.keys)
-    sizes = (token, token, token, {0: b, 1: s, 2: l}, {0: n}, {0: b, 1: l}, layers, layers)
+    token, layers, states = {0: b, 1: s}, [{0: b, 2: l}] * len(shape.keys), [{0: b}] * len(shape.states)
+    sizes = (
+        token,
+        token,
+        token,
+        {0: b, 1: s, 2: l},
+        {0: n},
+        {0: b, 1: l},
+        layers,
+        layers,
+        *([states] if states else []),
+    )
     try:
         # Rotary embeddings of 4.57 switch autocast off, which would be kept in the graph as a call of a sub-graph.
         with patch("torch.autocast", lambda *_, **__: nullcontext()):
@@ -393,7 +463,7 @@ def require_agreement(step: Callable[..., Tensor], prompts: Tensor, logits: Tens
     """Feed `prompts` [b, t] in two parts, the second row shifted by padding, to slots in random order, and compare."""
     b, t = prompts.shape
     columns = torch.arange(t)
-    starts = torch.arange(b)[:, None] * (2 if t > 4 else 0)  # [b, 1]
+    starts = torch.arange(b)[:, None] * (2 if t > 4 and not shape.states else 0)  # [b, 1]
     position_ids = (columns - starts).clamp(min=0)  # [b, t]
     generator = torch.Generator().manual_seed(0)
     slots = torch.stack([torch.randperm(t + 7, generator=generator)[:t] for _ in range(b)])
@@ -402,7 +472,7 @@ def require_agreement(step: Callable[..., Tensor], prompts: Tensor, logits: Tens
     position_ids, slots, visible = (x.to(shape.device) for x in (position_ids, slots, visible))
     cache = empty_cache(shape, b, t + 7)
     parts = []
-    for part in (slice(0, t // 2), slice(t // 2, t)):
+    for part in [slice(i, i + 1) for i in range(t)] if shape.states else [slice(0, t // 2), slice(t // 2, t)]:
         feed = [x[:, part] for x in (prompts.gather(1, position_ids), position_ids, slots, visible)]
         parts.append(step(*feed, torch.arange(feed[0].shape[1], device=shape.device), *cache))
     real = (columns >= starts).to(shape.device)
@@ -433,7 +503,9 @@ def compile_for_generation(exported: ExportedProgram, path: str | Path) -> Path:
         raise ValueError(f"path is {path}: AOTInductor packages end in .pt2")
     metadata = json.loads(text)
     device = next(iter(exported.state_dict.values())).device
-    shape = CacheShape(metadata["keys"], metadata["values"], getattr(torch, metadata["dtype"]), device)
+    if metadata.get("states"):
+        raise ValueError("programs with states other than keys and values cannot be compiled yet: use them as they are")
+    shape = CacheShape(metadata["keys"], metadata["values"], getattr(torch, metadata["dtype"]), device, [])
     files: dict[str, Any] = {}
     for name, entry in logging.tqdm(ENTRIES.items(), desc="compiling", unit="entry point"):
         module = exported.module(check_guards=False)

@@ -268,6 +268,7 @@ def step_program(call: Callable[..., Tensor], metadata: dict[str, Any], device: 
     shapes = metadata["keys"] + metadata["values"]
     dtype = getattr(torch, metadata["dtype"])
     layers = len(metadata["keys"])
+    states = metadata.get("states", [])
 
     def step(
         input_ids: Tensor,
@@ -278,21 +279,22 @@ def step_program(call: Callable[..., Tensor], metadata: dict[str, Any], device: 
         slot_positions: Tensor,
         tensors: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        keys, values = tensors[:layers], tensors[layers:]
-        logits = call(input_ids, position_ids, slots, visible, logits_at, slot_positions, keys, values)
+        kept = [tensors[:layers], tensors[layers : 2 * layers], tensors[2 * layers :]]
+        logits = call(input_ids, position_ids, slots, visible, logits_at, slot_positions, *kept[: 3 if states else 2])
         return logits, tensors
 
     def empty(b: int, l: int) -> list[Tensor]:
         # Zeros: a masked slot's weight is 0, and 0 times what uninitialised memory may hold is NaN.
-        return [torch.zeros(b, h, l, d, dtype=dtype, device=device) for h, d in shapes]
+        slots = [torch.zeros(b, h, l, d, dtype=dtype, device=device) for h, d in shapes]
+        return slots + [torch.zeros(b, *size, dtype=getattr(torch, name), device=device) for size, name in states]
 
     return Program(
         step=step,
         empty=empty,
-        slot_axes=(2,) * len(shapes),
-        free_slots=True,
+        slot_axes=(2,) * len(shapes) + (None,) * len(states),
+        free_slots=not states,
         max_slots=None,
-        max_feed=None,
+        max_feed=1 if states else None,
         vocab_size=metadata["vocab_size"],
         max_positions=metadata["max_positions"],
         generation_config=metadata["generation_config"],

@@ -237,8 +237,8 @@ def document(outcomes: dict[str, dict[str, Any]]) -> str:
 Written by `bench/coverage.py`, with transformers {transformers.__version__}: a tiny random model of every architecture
 in its causal-LM mapping, exported, and generated from greedily and with 4 beams, two prompts, one left-padded.
 
-**{works} of {len(ours)}** decoder-only architectures that transformers' own `generate` runs at this size give eager's ids
-({works / max(len(ours), 1):.0%}). Not of that kind, though in the mapping: {kinds}.
+**{works} of {len(ours)}** decoder-only architectures that transformers' own `generate` runs at this size give eager's
+ids ({works / max(len(ours), 1):.0%}). Not of that kind, though in the mapping: {kinds}.
 
 | architecture | outcome | |
 | --- | --- | --- |

@@ -64,14 +64,27 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"q_lora_rank", 32),
     (r"kv_lora_rank", 16),
     (r"qk_nope_head_dim|v_head_dim|(global_|swa_|attention_|index_)?head_dim|d_kv|kv_channels", 16),
-    (r"qk_rope_head_dim|rotary_dim", 8),
+    (r"qk_rope_head_dim", 16),  # which some take for head_dim
+    (r"rotary_dim", 8),
+    (r"attn_layer_period", 2),  # of two layers, the second attends
+    (r"attn_layer_offset", 1),
+    (r"mamba_n_heads|mamba_num_heads", 8),
+    (r"mamba_d_head|mamba_head_dim", 16),
+    (r"mamba_d_state|ssm_state_size|state_size", 8),
+    (r"(mamba_)?n_groups", 1),
+    (r"mamba_d_ssm", 128),
 )
+
+
+# Sizes that some configurations leave open and their models need.
+NONE = {"head_dim": 1, "n_routed_experts": 1, "n_shared_experts": 1, "num_experts_per_tok": 1, "num_experts": 1}
 
 
 def tiny_config(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
     """`kind` with small sizes: of its layers the first of each sort, two at least."""
     default = kind()
-    values = {name: value for name, value in default.to_dict().items() if value is not None}
+    values = {name: NONE.get(name) if v is None else v for name, v in default.to_dict().items()}
+    values = {name: value for name, value in values.items() if value is not None}
     sizes = {name: small(name, value) for name, value in values.items()}
     changed = {name: size for name, size in sizes.items() if size is not None}
     try:
@@ -85,6 +98,14 @@ def tiny_config(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
         changed |= {name: [value[i] for i in kept] for name, value in lists.items()}
         names = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"} & set(values)
         changed |= dict.fromkeys(names, len(kept))
+    if values.get("num_key_value_heads") == values.get("num_attention_heads") and "num_key_value_heads" in changed:
+        changed["num_key_value_heads"] = changed["num_attention_heads"]
+    if "expand" in values and "head_dim" in changed:  # the heads of a state are as wide as all channels
+        changed["head_dim"] = values["expand"] * changed["hidden_size"] // changed["num_heads"]
+    if "num_attention_heads" in values and set(changed.get("layer_types", [])) == {"linear_attention"}:
+        changed["layer_types"] = ["linear_attention", "full_attention"]
+    if hasattr(default, "attn_layer_indices"):
+        changed["attn_layer_indices"] = [1]
     for name, sub in kind.sub_configs.items():
         part = getattr(default, name, None)
         if isinstance(part, PretrainedConfig) and issubclass(sub, PretrainedConfig):
@@ -125,7 +146,7 @@ def outcome(name: str) -> dict[str, Any]:
 
 
 def kind_of_config(config: PretrainedConfig) -> str:
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or hasattr(config, "encoder_layers"):
         return "encoder-decoder"
     return "decoder-only" if config.get_text_config() is config else "multimodal"
 

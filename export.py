@@ -57,7 +57,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the first since tr
 
 
 class CacheShape(NamedTuple):
-    keys: list[tuple[int, int]]  # (h, d) of each layer that attends
+    keys: list[tuple[int, int]]  # (h, d) of each layer that attends, then of each that looks slots up by other keys
     values: list[tuple[int, int]]
     dtype: torch.dtype
     device: torch.device
@@ -68,6 +68,7 @@ class Places(NamedTuple):
     """Where a model's layers find what they keep."""
 
     attending: list[int]  # the layer of each of `keys`
+    indexing: list[int]  # and of each further one
     states: list[tuple[int, str, int]]  # of each of `states`: its layer, kind and number there
 
 
@@ -190,6 +191,7 @@ class SlotCache(Cache):
     def __init__(self, feed: Feed, step: Step) -> None:
         self.feed, self.model, self.knows_softcap = feed, step.model, step.knows_softcap
         self.index = {layer: i for i, layer in enumerate(step.places.attending)}
+        self.indexers = dict(zip(step.places.indexing, feed.keys[len(self.index) :], strict=True))
         self.states = dict(zip(step.places.states, feed.states, strict=True))
         self.layers: list[Any] = []  # what transformers' own methods look at
         self.layer = 0  # the one at work
@@ -205,6 +207,12 @@ class SlotCache(Cache):
         keys[self.rows, :, self.feed.slots] = key_states.transpose(1, 2)
         values[self.rows, :, self.feed.slots] = value_states.transpose(1, 2)
         return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        """Keys `[b, s, d]` by which a layer chooses the slots it attends to; answered with those of all slots."""
+        keys = self.indexers[layer_idx]
+        keys[self.rows, 0, self.feed.slots] = indexer_key_states
+        return keys[:, 0]
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return True  # before the first token, zeros
@@ -387,14 +395,15 @@ def run_eager(model: PreTrainedModel, prompts: Tensor) -> tuple[Tensor, CacheSha
             f"{name} keeps other states ({kind}) than are supported: keys, values, conv_states, recurrent_states"
         )
     keys, values = ([getattr(layers[i], part).shape for i in attending] for part in ("keys", "values"))
+    indexing = [i for i, layer in enumerate(layers) if isinstance(getattr(layer, "indexer_keys", None), Tensor)]
     shape = CacheShape(
-        [(size[1], size[3]) for size in keys],
+        [(size[1], size[3]) for size in keys] + [(1, layers[i].indexer_keys.shape[2]) for i in indexing],
         [(size[1], size[3]) for size in values],
         layers[attending[0]].keys.dtype if attending else output.logits.dtype,
         prompts.device,
         [(list(state.shape[1:]), str(state.dtype).removeprefix("torch.")) for state in found.values()],
     )
-    return output.logits, shape, Places(attending, list(found))
+    return output.logits, shape, Places(attending, indexing, list(found))
 
 
 def empty_cache(shape: CacheShape, b: int, l: int) -> tuple[Any, ...]:
@@ -414,22 +423,15 @@ def traced(step: nn.Module, shape: CacheShape, example: tuple[int, int, int, int
     visible = torch.ones(rows, tokens, slots, dtype=torch.bool, device=shape.device)
     logits_at = torch.zeros(asked, dtype=torch.long, device=shape.device)
     b, s, l, n = (Dim.STATIC if size == 1 else Dim(name, min=1) for name, size in zip("bsln", example, strict=True))
-    token, layers, states = {0: b, 1: s}, [{0: b, 2: l}] * len(shape.keys), [{0: b}] * len(shape.states)
-    sizes = (
-        token,
-        token,
-        token,
-        {0: b, 1: s, 2: l},
-        {0: n},
-        {0: b, 1: l},
-        layers,
-        layers,
-        *([states] if states else []),
-    )
+    token, slot, state = {0: b, 1: s}, {0: b, 2: l}, {0: b}
+    sizes: list[Any] = [token, token, token, {0: b, 1: s, 2: l}, {0: n}, {0: b, 1: l}]
+    sizes += [[slot] * len(shape.keys), [slot] * len(shape.values), [state] * len(shape.states)][: len(cache) - 1]
     try:
         # Rotary embeddings of 4.57 switch autocast off, which would be kept in the graph as a call of a sub-graph.
         with patch("torch.autocast", lambda *_, **__: nullcontext()):
-            return torch.export.export(step, (*ids, visible, logits_at, *cache), dynamic_shapes=sizes, strict=False)
+            return torch.export.export(
+                step, (*ids, visible, logits_at, *cache), dynamic_shapes=tuple(sizes), strict=False
+            )
     except Exception as error:
         name = type(getattr(step, "model", step)).__name__
         raise ValueError(f"torch.export cannot trace {name}: {first_line(error)}") from error

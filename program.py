@@ -20,12 +20,14 @@ import copy
 import io
 import json
 import logging
+import mmap
 import operator
 import re
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, NamedTuple
@@ -233,14 +235,44 @@ def _load_weights(path: Path, runners: dict[str, Any]) -> dict[str, Tensor]:
     weights = {}
     with zipfile.ZipFile(path) as archive:
         names = {name.partition("/")[2]: name for name in archive.namelist()}  # without the archive's own folder
-        for short, name in names.items():
-            if short.startswith("data/weights/"):
-                weights[short.rpartition("/")[2]] = torch.load(io.BytesIO(archive.read(name)))
+        files = {short: name for short, name in names.items() if short.startswith("data/weights/")}
+        place = _huge_pages(sum(archive.getinfo(name).file_size for name in files.values()))
+        for short, name in files.items():
+            weights[short.rpartition("/")[2]] = place(torch.load(io.BytesIO(archive.read(name))))
         for entry, runner in runners.items() if weights else ():
             parts = json.loads(archive.read(names[f"data/aotinductor/{entry}/weights_config.json"]))
             views = {key: weights[file].as_strided(*view) for key, (file, *view) in parts.items()}
             runner.load_constants(views, check_full_update=True, user_managed=True)
     return weights
+
+
+HUGE = 2**21  # bytes of a huge page
+LINE = 64  # bytes of a cache line
+
+
+def _huge_pages(size: int) -> Callable[[Tensor], Tensor]:
+    """A function that moves tensors, `size` bytes in all, into memory of huge pages, where the system has them.
+
+    A step reads every weight once, and finding their pages of the usual 4 KB took a tenth of its time.
+    """
+    if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return lambda tensor: tensor
+    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    used = 0
+
+    def place(tensor: Tensor) -> Tensor:
+        nonlocal used
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return tensor
+        # each has a storage of its own: a runner takes a storage's start for its tensor's
+        room = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start + used)
+        used += -(-tensor.nbytes // LINE) * LINE
+        return room.view(tensor.shape).copy_(tensor.detach())
+
+    return place
 
 
 def _replace_linears(module: torch.fx.GraphModule) -> None:
@@ -267,7 +299,7 @@ def step_program(call: Callable[..., Tensor], metadata: dict[str, Any], device: 
     """The native kind: `call` has the contract of `export_for_generation`, keys and values are `[b, h, l, d]`."""
     shapes = metadata["keys"] + metadata["values"]
     dtype = getattr(torch, metadata["dtype"])
-    layers = len(metadata["keys"])
+    ends = len(metadata["keys"]), len(shapes)
     states = metadata.get("states", [])
 
     def step(
@@ -279,7 +311,7 @@ def step_program(call: Callable[..., Tensor], metadata: dict[str, Any], device: 
         slot_positions: Tensor,
         tensors: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        kept = [tensors[:layers], tensors[layers : 2 * layers], tensors[2 * layers :]]
+        kept = [tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]]
         logits = call(input_ids, position_ids, slots, visible, logits_at, slot_positions, *kept[: 3 if states else 2])
         return logits, tensors
 

@@ -5,8 +5,10 @@ under one seed. The grid counts the texts that end early: an eos that no text me
 """
 
 import inspect
+import tempfile
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 
 import demo
-from exgen import Program, export_for_generation, generate, load
+from exgen import Program, compile_for_generation, export_for_generation, generate, load
 
 torch.set_num_threads(1)
 NEW = 10
@@ -31,6 +33,13 @@ BEAMS = {
 }
 
 
+EXPORTED, COMPILED, EXPANDED = "exported", "compiled", "compiled, a row of the cache for each text"
+GRID = [(name, EXPORTED) for name in CONFIGS] + [
+    (name, kind) for name in ("llama", "gemma3") for kind in (COMPILED, EXPANDED)
+]
+every_kind = pytest.mark.parametrize("name, kind", GRID)
+
+
 class Subject(NamedTuple):
     """A model, its program, prompts for it, and three tokens that it likes, to end its texts early."""
 
@@ -39,10 +48,19 @@ class Subject(NamedTuple):
     ids: Tensor  # [3, 12]
     mask: Tensor
     eos: list[int]
+    options: dict[str, Any] = {}  # noqa: RUF012  # of exgen alone
 
 
 @cache
-def subject(name: str) -> Subject:
+def compiled(name: str) -> Program:
+    with tempfile.TemporaryDirectory() as folder:
+        return load(compile_for_generation(export_for_generation(tiny(name)), Path(folder) / "tiny.pt2"))
+
+
+@cache
+def subject(name: str, kind: str = EXPORTED) -> Subject:
+    if kind != EXPORTED:
+        return subject(name)._replace(program=compiled(name), options={"share_prompt": kind != EXPANDED})
     model = tiny(name)
     ids = torch.randint(90, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]
@@ -57,7 +75,7 @@ def both(subject: Subject, seed: int | None = None, **cfg: Any) -> tuple[Any, An
     """What eager and exgen answer to the same call, each with its random draws from `seed`."""
     cfg = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_scores": True} | cfg
     answers = []
-    for call in (subject.model.generate, lambda ids, **cfg: generate(subject.program, ids, **cfg)):
+    for call in (subject.model.generate, lambda ids, **cfg: generate(subject.program, ids, **cfg, **subject.options)):
         torch.manual_seed(seed or 0)
         answers.append(call(subject.ids, attention_mask=subject.mask, **cfg))
     return answers[0], answers[1]
@@ -75,16 +93,16 @@ def ended_early(output: Any, ids: Tensor, eos: list[int]) -> bool:
     return bool(torch.isin(output.sequences[:, ids.shape[1] : -1], torch.tensor(eos)).any())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_texts_are_those_of_eager(name: str) -> None:
-    s = subject(name)
+@every_kind
+def test_greedy_texts_are_those_of_eager(name: str, kind: str) -> None:
+    s = subject(name, kind)
     for eos in (s.eos[:1], s.eos):
         require_equal(*both(s, eos_token_id=eos), eos)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_beams_are_those_of_eager_and_most_texts_end_early(name: str) -> None:
-    s = subject(name)
+@every_kind
+def test_beams_are_those_of_eager_and_most_texts_end_early(name: str, kind: str) -> None:
+    s = subject(name, kind)
     ended = []
     for num_beams, length_penalty, early_stopping, several_eos, all_returned in product(*BEAMS.values()):
         eos = s.eos if several_eos else s.eos[:1]
@@ -151,12 +169,12 @@ def test_drawn_texts_are_those_of_eager_under_one_seed(strategy: dict[str, Any],
         pytest.skip("this transformers has no top_h")
     if "num_beams" in strategy and not DRAWS_ARE_SORTED:
         pytest.skip("this transformers takes the beams that it drew in no order, and thus others as finished")
-    for seed, name in enumerate(CONFIGS):
-        s = subject(name)
+    for seed, (name, kind) in enumerate(GRID):
+        s = subject(name, kind)
         if filters == "forced_bos_token_id":  # acts on prompts of one token
             s = s._replace(ids=s.ids[:, -1:], mask=s.mask[:, -1:])
         cfg = strategy | FILTERS[filters]
-        require_equal(*both(s, seed, do_sample=True, eos_token_id=s.eos, **cfg), (name, cfg))
+        require_equal(*both(s, seed, do_sample=True, eos_token_id=s.eos, **cfg), (name, kind, cfg))
 
 
 def test_a_real_model_answers_as_eager() -> None:

@@ -426,15 +426,32 @@ def traced(step: nn.Module, shape: CacheShape, example: tuple[int, int, int, int
     token, slot, state = {0: b, 1: s}, {0: b, 2: l}, {0: b}
     sizes: list[Any] = [token, token, token, {0: b, 1: s, 2: l}, {0: n}, {0: b, 1: l}]
     sizes += [[slot] * len(shape.keys), [slot] * len(shape.values), [state] * len(shape.states)][: len(cache) - 1]
-    try:
-        # Rotary embeddings of 4.57 switch autocast off, which would be kept in the graph as a call of a sub-graph.
-        with patch("torch.autocast", lambda *_, **__: nullcontext()):
-            return torch.export.export(
-                step, (*ids, visible, logits_at, *cache), dynamic_shapes=tuple(sizes), strict=False
-            )
-    except Exception as error:
-        name = type(getattr(step, "model", step)).__name__
-        raise ValueError(f"torch.export cannot trace {name}: {first_line(error)}") from error
+    failure: Exception
+    for open_ended in (False, True):
+        try:
+            # Rotary embeddings of 4.57 switch autocast off, which would be kept in the graph as a call of a sub-graph.
+            autocast: Any = patch("torch.autocast", lambda *_, **__: nullcontext())
+            least: Any = patch("builtins.min", symbolic_min) if open_ended else nullcontext()
+            with autocast, least:
+                return torch.export.export(
+                    step,
+                    (*ids, visible, logits_at, *cache),
+                    dynamic_shapes=tuple(sizes),
+                    strict=False,
+                    # what must hold of the sizes is checked when the program runs, not taken for granted
+                    prefer_deferred_runtime_asserts_over_guards=open_ended,
+                )
+        except Exception as error:
+            failure = error
+    name = type(getattr(step, "model", step)).__name__
+    raise ValueError(f"torch.export cannot trace {name}: {first_line(failure)}") from failure
+
+
+def symbolic_min(*values: Any, least: Callable[..., Any] = min, **options: Any) -> Any:
+    """`min` that leaves open which of two sizes is less, as of all slots and those that sparse attention takes."""
+    if len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values):
+        return torch.sym_min(*values)
+    return least(*values, **options)
 
 
 def simplified(program: ExportedProgram) -> ExportedProgram:

@@ -146,7 +146,7 @@ def outcome(name: str) -> dict[str, Any]:
 
 
 def kind_of_config(config: PretrainedConfig) -> str:
-    if config.is_encoder_decoder or hasattr(config, "encoder_layers"):
+    if config.is_encoder_decoder or hasattr(config, "encoder_layers") or hasattr(config, "decoder_layers"):
         return "encoder-decoder"
     return "decoder-only" if config.get_text_config() is config else "multimodal"
 

@@ -44,5 +44,5 @@ $(env): pyproject.toml
 	@echo "installing $(TORCH) into .venv (some minutes the first time)"
 	@$(bin)/python -m pip install -qq "$(TORCH)"
 	@echo "installing transformers, the test tools and exgen itself"
-	@$(bin)/python -m pip install -qq --editable ".[test,demo]"
+	@$(bin)/python -m pip install -qq --editable ".[test,demo,executorch]"
 	@touch $@

@@ -127,8 +127,12 @@ def _opener(path: Path) -> Callable[[Path], Program]:
             return open_package
         if any(name.endswith("/archive_version") for name in names):
             return lambda path: open_exported_program(_load_exported_program(path))
+    with path.open("rb") as file:
+        if file.read(8)[4:] == b"ET12":
+            return open_pte
     raise ValueError(
-        f"{path} is no exported program: supported are files written by torch.export.save, and AOTInductor packages"
+        f"{path} is no exported program: supported are files written by torch.export.save, AOTInductor packages, and "
+        "ExecuTorch programs"
     )
 
 
@@ -221,6 +225,42 @@ def open_package(path: Path) -> Program:
         return runners[entry](input_ids.contiguous(), *arguments)
 
     return step_program(call, json.loads(metadata), _package_device(runners[name]))
+
+
+def open_pte(path: Path) -> Program:
+    """Open an ExecuTorch program: a step program as examples/executorch.py lowers it."""
+    try:
+        from executorch.runtime import Runtime  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is an ExecuTorch program, which needs its runtime: pip install executorch"
+        ) from error
+    held = Runtime.get().load_program(path)
+    if "exgen" not in held.method_names:
+        raise ValueError(
+            f"{path} is no step program: its methods are {sorted(held.method_names)}. Lower what "
+            "exgen.export_for_generation makes, as examples/executorch.py does"
+        )
+    metadata = json.loads(held.load_method("exgen").execute([])[0])
+    most, forward, lock = metadata["most"], held.load_method("forward"), Lock()
+
+    def call(*arguments: Any) -> Tensor:
+        """ExecuTorch returns what a program mutates, ahead of its logits; `most["rows"]` rows run in a call."""
+        *fed, logits_at, slot_positions, keys, values = arguments
+        state, logits = [slot_positions, *keys, *values], []
+        for i in range(0, len(slot_positions), most["rows"]):
+            rows = slice(i, i + most["rows"])
+            # a clone has the strides of its sizes, which ExecuTorch tells layouts by
+            inputs = [t[rows].clone(memory_format=torch.contiguous_format) for t in fed]
+            with lock:  # calls share their memory, but for outputs, which are copied
+                *changed, part = forward.execute([*inputs, logits_at, *(t[rows].contiguous() for t in state)])
+            logits.append(part)
+            for t, new in zip(state, changed, strict=True):
+                t[rows] = new
+        return torch.cat(logits)
+
+    program = step_program(call, metadata, torch.device("cpu"))
+    return program._replace(max_slots=most["slots"], max_feed=most["tokens"])
 
 
 def _package_device(runner: Any) -> torch.device:

@@ -228,7 +228,7 @@ def open_package(path: Path) -> Program:
 
 
 def open_pte(path: Path) -> Program:
-    """Open an ExecuTorch program: a step program as examples/executorch.py lowers it."""
+    """Open an ExecuTorch program: a step program as examples/executorch.py lowers it, or one that hides its cache."""
     try:
         from executorch.runtime import Runtime  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
@@ -237,10 +237,8 @@ def open_pte(path: Path) -> Program:
         ) from error
     held = Runtime.get().load_program(path)
     if "exgen" not in held.method_names:
-        raise ValueError(
-            f"{path} is no step program: its methods are {sorted(held.method_names)}. Lower what "
-            "exgen.export_for_generation makes, as examples/executorch.py does"
-        )
+        fields = read_pte(path, held)._asdict()
+        return Program(**fields, free_slots=False, max_positions=None, generation_config={})
     metadata = json.loads(held.load_method("exgen").execute([])[0])
     most, forward, lock = metadata["most"], held.load_method("forward"), Lock()
 
@@ -1085,6 +1083,59 @@ def read_source(
         if "Parameter" not in constant["type"]
     }
     return inputs, buffers, ranges
+
+
+# --- reading an ExecuTorch program ------------------------------------------------------------------------------------
+
+
+def read_pte(path: Path, held: Any) -> Adapted:
+    """A program with its cache inside, which cannot be reached: one text at a time, from position 0."""
+    meta = held.metadata("forward") if "forward" in held.method_names else None
+    lengths = [name for name in ("get_max_context_len", "get_max_seq_len") if name in held.method_names]
+    dtypes = {3: torch.int32, 4: torch.int64, 6: torch.float32, 11: torch.bool}
+    infos = [meta.input_tensor_meta(i) for i in range(meta.num_inputs())] if meta else []
+    traced = {f"input {i}": Traced(tuple(t.sizes()), dtypes.get(t.dtype(), torch.float16)) for i, t in enumerate(infos)}
+    signature, tokens = describe(dict(traced), []), find_tokens(dict(traced), set())
+    instead = "Lower what exgen.export_for_generation makes, as examples/executorch.py does"
+    if tokens is None or len(traced) != 2 or not lengths or traced[tokens].shape[0] != 1:
+        raise ValueError(f"{path} is not understood: {signature}, methods {sorted(held.method_names)}. {instead}")
+    ids = traced.pop(tokens)
+    (name, at), most = next(iter(traced.items())), int(ids.shape[1])
+    if at.dtype not in INTEGERS or at.shape not in ((1,), (most,)):
+        raise ValueError(f"{path} is not understood: {signature}. {instead}")
+    slots = int(held.load_method(lengths[0]).execute([])[0])
+    forward, lock, inside = held.load_method("forward"), Lock(), [torch.zeros(0, dtype=torch.int64)]
+
+    def call(text: Tensor, start: int) -> Tensor:
+        """Logits `[1, s or 1, v]` of `text` `[t]` from `start` on."""
+        for i in range(start, len(text), most):
+            positions = torch.arange(i, min(i + most, len(text)))
+            given = {tokens: text[None, positions].to(ids.dtype), name: positions[: at.shape[0]].to(at.dtype)}
+            logits = forward.execute([given[key] for key in sorted(given)])[0]
+        return logits if logits.ndim == 3 else logits[:, None]
+
+    def rows(fed: Fed, state: list[Tensor]) -> Ran:
+        one_text(len(fed.ids))
+        text = state[0].scatter_(1, fed.positions, fed.ids)
+        start, end = int(fed.positions[0, 0]), int(fed.positions[0, -1]) + 1
+        with lock:  # where another text was read since, this one is read again
+            known, inside[0] = inside[0], text[0, :0]  # nothing is known of what a failed call leaves
+            if start and not torch.equal(known, text[0, :start]):
+                call(text[0, :start], 0)
+            logits = call(text[0, :end], start)
+            inside[0] = text[0, :end].clone()
+        return logits, state
+
+    def one_text(b: int) -> None:
+        if b > 1:
+            raise ValueError(f"{path} hides its cache and holds one text, but {b} are asked for. {instead}")
+
+    def empty(b: int, l: int) -> list[Tensor]:
+        one_text(b)
+        return [torch.zeros(b, l, dtype=torch.int64)]
+
+    v = int(held.metadata("forward").output_tensor_meta(0).sizes()[-1])
+    return Adapted(as_step(rows), empty, (1,), slots, most, v, torch.device("cpu"))
 
 
 INSTEAD = "Compile what exgen.export_for_generation makes, with exgen.compile_for_generation"

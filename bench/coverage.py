@@ -220,7 +220,8 @@ def supervised(name: str, deadline: float) -> None:
     if process.exitcode != 0:
         process.kill()
         cause, note = (SLOW, "") if process.exitcode is None else (OTHER, f"exit code {process.exitcode}")
-        append({"architecture": name, "class": MAPPING[name], "kind": "unknown", "cause": cause, "note": note})
+        kind = kind_of_config(CONFIG_MAPPING[name]())
+        append({"architecture": name, "class": MAPPING[name], "kind": kind, "cause": cause, "note": note})
 
 
 def read_outcomes() -> dict[str, dict[str, Any]]:
@@ -247,10 +248,10 @@ def main() -> None:
 
 def document(outcomes: dict[str, dict[str, Any]]) -> str:
     """docs/coverage.md: what works, and for the rest what stands in the way."""
-    tried = [found for _, found in sorted(outcomes.items()) if found["kind"] in ("decoder-only", "unknown")]
+    tried = [found for _, found in sorted(outcomes.items()) if found["kind"] == "decoder-only"]
     ours = [found for found in tried if found["cause"] != NOT_RUN]
     works = sum(found["cause"] == WORKS for found in ours)
-    others = Counter(f["kind"] for f in outcomes.values() if f["kind"] not in ("decoder-only", "unknown"))
+    others = Counter(f["kind"] for f in outcomes.values() if f["kind"] != "decoder-only")
     kinds = ", ".join(f"{n} {kind}" for kind, n in others.most_common())
     rows = "\n".join(f"| {f['architecture']} | {f['cause']} | {shown(f)} |" for f in tried)
     return f"""# Coverage

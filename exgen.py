@@ -79,7 +79,7 @@ def generate(
     customs = (logits_processor, stopping_criteria)
     defaults, v, positions = program.generation_config, program.vocab_size, program.max_positions
     request = read_config(defaults, generation_config, cfg, ids, mask, v, *customs, max_positions=positions)
-    check_room(program, mask, request.config.max_length)
+    check_room(program, mask, request.config)
     plan = choose_strategy(request, ids)
 
     if request.streamer is not None:
@@ -201,9 +201,15 @@ def shares_prompt(program: Program, config: GenerationConfig, mask: Tensor) -> b
     return config.num_beams > 1 or config.num_return_sequences * new <= 2 * config.max_length
 
 
-def check_room(program: Program, mask: Tensor, max_length: int) -> None:
-    """Raise `ValueError` if the longest text does not fit; the last token is chosen but never fed."""
-    new, prompt = max_length - mask.shape[1], int(mask.sum(-1).max())
+def check_room(program: Program, mask: Tensor, config: GenerationConfig) -> None:
+    """Raise `ValueError` if the texts, or the longest, do not fit; the last token is chosen but never fed."""
+    texts = len(mask) * max(config.num_beams, config.num_return_sequences)
+    if program.max_rows is not None and texts > program.max_rows:
+        raise ValueError(
+            f"{texts} texts at once are asked for, but this program hides its cache and holds {program.max_rows}: give "
+            "one prompt, without beams, or export the model with exgen.export_for_generation"
+        )
+    new, prompt = config.max_length - mask.shape[1], int(mask.sum(-1).max())
     limits = {"this program holds {:,} slots": program.max_slots, "the model has {:,} positions": program.max_positions}
     for what, most in limits.items():
         if most is not None and prompt + new - 1 > most:

@@ -68,6 +68,7 @@ class Program(NamedTuple):
     max_positions: int | None  # longest text the model was built for
     generation_config: dict[str, Any]
     device: torch.device
+    max_rows: int | None = None  # texts that it can hold at once
 
 
 def load(exported: Program | ExportedProgram | str | Path) -> Program:
@@ -393,6 +394,7 @@ class Adapted(NamedTuple):
     max_feed: int | None
     vocab_size: int
     device: torch.device
+    max_rows: int | None = None
 
 
 class Graph(NamedTuple):
@@ -1089,7 +1091,7 @@ def read_source(
 
 
 def read_pte(path: Path, held: Any) -> Adapted:
-    """A program with its cache inside, which cannot be reached: one text at a time, from position 0."""
+    """A program of another recipe. A cache inside cannot be reached: one text at a time, from position 0."""
     meta = held.metadata("forward") if "forward" in held.method_names else None
     lengths = [name for name in ("get_max_context_len", "get_max_seq_len") if name in held.method_names]
     dtypes = {3: torch.int32, 4: torch.int64, 6: torch.float32, 11: torch.bool}
@@ -1097,6 +1099,8 @@ def read_pte(path: Path, held: Any) -> Adapted:
     traced = {f"input {i}": Traced(tuple(t.sizes()), dtypes.get(t.dtype(), torch.float16)) for i, t in enumerate(infos)}
     signature, tokens = describe(dict(traced), []), find_tokens(dict(traced), set())
     instead = "Lower what exgen.export_for_generation makes, as examples/executorch.py does"
+    if tokens is not None and traced[tokens].shape[0] == 1 and len(traced) > 2:
+        return adapt(pte_with_state(path, held, dict(traced), tokens, signature))
     if tokens is None or len(traced) != 2 or not lengths or traced[tokens].shape[0] != 1:
         raise ValueError(f"{path} is not understood: {signature}, methods {sorted(held.method_names)}. {instead}")
     ids = traced.pop(tokens)
@@ -1115,7 +1119,6 @@ def read_pte(path: Path, held: Any) -> Adapted:
         return logits if logits.ndim == 3 else logits[:, None]
 
     def rows(fed: Fed, state: list[Tensor]) -> Ran:
-        one_text(len(fed.ids))
         text = state[0].scatter_(1, fed.positions, fed.ids)
         start, end = int(fed.positions[0, 0]), int(fed.positions[0, -1]) + 1
         with lock:  # where another text was read since, this one is read again
@@ -1126,16 +1129,50 @@ def read_pte(path: Path, held: Any) -> Adapted:
             inside[0] = text[0, :end].clone()
         return logits, state
 
-    def one_text(b: int) -> None:
-        if b > 1:
-            raise ValueError(f"{path} hides its cache and holds one text, but {b} are asked for. {instead}")
-
     def empty(b: int, l: int) -> list[Tensor]:
-        one_text(b)
         return [torch.zeros(b, l, dtype=torch.int64)]
 
     v = int(held.metadata("forward").output_tensor_meta(0).sizes()[-1])
-    return Adapted(as_step(rows), empty, (1,), slots, most, v, torch.device("cpu"))
+    return Adapted(as_step(rows), empty, (1,), slots, most, v, torch.device("cpu"), max_rows=1)
+
+
+def pte_with_state(path: Path, held: Any, traced: dict[str, "Traced"], tokens: str, signature: str) -> Graph:
+    """A program of one row that is handed its cache, of as many slots as its upper bound, and returns it changed."""
+    most = int(traced[tokens].shape[1])
+    roles = {name: find_role(t, 1, most) for name, t in traced.items()}
+    roles |= {name: "state" for name, t in traced.items() if not t.shape}  # a count of the tokens read
+    roles[tokens] = "tokens"
+    kept = [t for name, t in traced.items() if roles[name] == "state"]
+    meta = held.metadata("forward")
+    outputs = [meta.output_tensor_meta(i).sizes() for i in range(meta.num_outputs())]
+    scores = next((i for i, size in enumerate(outputs) if len(size) == 3), None)
+    if None in roles.values() or not kept or scores != len(kept):  # what it changes comes ahead of the logits
+        raise ValueError(f"{path} is not understood: {signature}")
+    forward, lock = held.load_method("forward"), Lock()
+
+    def call(inputs: list[Any], state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        fed, held = iter(inputs), iter(state)
+        given = [next(held if role == "state" else fed).contiguous() for role in roles.values()]
+        with lock:  # calls share their memory, but for outputs, which are copied
+            outputs = forward.execute(given)
+        return outputs[scores], list(outputs[:scores])
+
+    return Graph(
+        call=call,
+        roles=[str(role) for role in roles.values() if role != "state"],
+        inputs=[t for name, t in traced.items() if roles[name] != "state"],
+        state=[torch.zeros(list(map(int, t.shape)), dtype=t.dtype) for t in kept],
+        grows=False,
+        b=1,
+        s="s",
+        ranges={"s": (1, most)},
+        last_only=False,
+        vmaps=False,
+        catches=False,
+        vocab_size=int(outputs[scores][-1]),
+        device=torch.device("cpu"),
+        signature=signature,
+    )
 
 
 INSTEAD = "Compile what exgen.export_for_generation makes, with exgen.compile_for_generation"

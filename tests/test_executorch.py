@@ -1,5 +1,8 @@
 """ExecuTorch: a step program lowered with XNNPACK and run by its runtime answers as eager does."""
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ import pytest
 import torch
 from artifacts import CASES, SLOTS, answers, ours, shallow, start, theirs
 from tiny import label
+from transformers import GenerationConfig
 
 from examples.executorch import lower
 from exgen import export_for_generation, generate
@@ -26,6 +30,19 @@ def lowered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_every_strategy_answers_as_eager_does(lowered: tuple[Any, Path], case: str) -> None:
     model, file = lowered
     assert answers(ours(file), [case]) == answers(theirs(model), [case])
+
+
+def test_a_fresh_process_answers_the_same(lowered: tuple[Any, Path]) -> None:
+    model, file = lowered
+    code = f"""
+import json, torch
+from exgen import generate
+print(json.dumps(generate({str(file)!r}, torch.tensor([[5, 6, 7]]), num_beams=4, max_new_tokens=6).tolist()))
+"""
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    expected = model.generate(torch.tensor([[5, 6, 7]]), num_beams=4, max_new_tokens=6, do_sample=False)
+    assert json.loads(run.stdout.splitlines()[-1]) == expected.tolist(), run.stderr
 
 
 @pytest.mark.parametrize("cfg", [{"num_beams": 6}, {"num_beams": 3, "do_sample": True}], ids=label)
@@ -89,7 +106,34 @@ def test_two_threads_of_one_hidden_cache(hidden: tuple[Any, Path]) -> None:
         assert torch.equal(torch.as_tensor(answer), model.generate(ids, **cfg))
 
 
-@pytest.mark.parametrize("ids, cfg", [([[5, 6]], {"num_beams": 4}), ([[5, 6], [7, 8]], {})], ids=label)
+@pytest.mark.parametrize(
+    "ids, cfg", [([[5, 6]], {"num_beams": 4}), ([[5, 6], [7, 8]], {}), ([[5, 6], [97, 8]], {})], ids=label
+)
 def test_more_texts_of_a_hidden_cache_are_refused(hidden: tuple[Any, Path], ids: list, cfg: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="export_for_generation"):
         generate(hidden[1], torch.tensor(ids), max_new_tokens=4, do_sample=False, **cfg)
+
+
+@pytest.fixture(scope="module")
+def of_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The folder that transformers' own exporter saves: a program that is handed its static cache."""
+    from transformers.exporters.exporter_executorch import ExecutorchConfig, ExecutorchExporter
+
+    model, folder = shallow("llama"), tmp_path_factory.mktemp("transformers")
+    ids = torch.randint(90, (1, 5))
+    exported = ExecutorchExporter().export_for_generation(
+        model,
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        ExecutorchConfig(dynamic=True, backend="xnnpack"),
+        generation_config=GenerationConfig(cache_implementation="static"),
+        multi_token_decode=True,
+    )
+    exported.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_lowers_answers_as_eager_does(of_transformers: tuple[Any, Path], case: str) -> None:
+    model, folder = of_transformers
+    assert answers(ours(folder), [case]) == answers(theirs(model), [case])
+    assert answers(ours(folder / "decode.pte"), [case]) == answers(theirs(model), [case])

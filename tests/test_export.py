@@ -210,7 +210,7 @@ def test_a_bfloat16_model_stays_bfloat16(name: str) -> None:
 def test_metadata_tells_what_a_caller_must_allocate(name: str) -> None:
     model, program = exported(name)
     about = metadata(program)
-    fields = "format keys values dtype vocab_size max_positions windows generation_config model_type"
+    fields = "format keys values states dtype vocab_size max_positions windows generation_config model_type"
     assert list(about) == fields.split()
     assert (about["format"], about["dtype"], about["vocab_size"]) == (1, "float32", VOCAB)
     assert about["windows"] == WINDOWS.get(name, [None, None])
@@ -314,7 +314,7 @@ def test_the_graph_neither_copies_the_cache_nor_checks_anything() -> None:
             | {"window_size": 8, "attention_types": [[["local"], 2]]},
             "window_size is 8",
         ),
-        ("mamba", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "states"),
+        ("rwkv", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 64}, "states"),
         *((*MORE[name], "cannot trace") for name in sorted(UNTRACEABLE)),
     ],
 )

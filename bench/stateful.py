@@ -5,12 +5,14 @@ python bench/stateful.py folder-of-a-model                                  # pr
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from exgen import Program, load
 
 BEAMS, PROMPT, SLOTS, RUNS = 4, 256, 320, 12

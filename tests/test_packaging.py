@@ -106,7 +106,9 @@ def imports(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES[1:])
 def test_a_sibling_imports_only_the_three_packages(module: str) -> None:
-    assert imports(module) - sys.stdlib_module_names <= DEPENDENCIES
+    # a .pte needs ExecuTorch's runtime, which is imported where one is opened
+    optional = {"executorch"} if module == "program" else set()
+    assert imports(module) - sys.stdlib_module_names <= DEPENDENCIES | optional
 
 
 def test_exgen_imports_its_siblings_flat_and_packaged() -> None:

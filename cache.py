@@ -24,7 +24,7 @@ class Cache(NamedTuple):
     tensors: list[Tensor]  # the program's state: [b, ...] each, keys and values [b, h, l, d]
     slot_axes: tuple[int | None, ...]  # each tensor's slot axis; None: a state without slots
     slot_positions: Tensor  # [b, l] int64: the position of the token held in each slot
-    visible: Tensor  # [b, k, l] bool: the slots that each beam sees
+    visible: Tensor  # [b, k, m] bool: which of the first m <= l slots each beam sees; the others are not looked at
     positions: Tensor  # [b] int64: the position of each row's next token
     next_slots: Tensor  # [b] int64: the first slot after all that was read; used where slots stay in order
     prompt: int  # slots below this one hold prompt in every row: equal among the beams of a prompt, never copied
@@ -38,7 +38,7 @@ def allocate(
         tensors=empty(b, l),
         slot_axes=slot_axes,
         slot_positions=torch.zeros(b, l, dtype=torch.int64, device=device),
-        visible=torch.zeros(b, 1, l, dtype=torch.bool, device=device),
+        visible=torch.zeros(b, 1, 0, dtype=torch.bool, device=device),
         positions=torch.zeros(b, dtype=torch.int64, device=device),
         next_slots=torch.zeros(b, dtype=torch.int64, device=device),
         prompt=0,
@@ -50,12 +50,20 @@ def grow(cache: Cache, l: int) -> Cache:
     tensors = cache.tensors
     for i, axis in enumerate(cache.slot_axes):
         tensors[i] = tensors[i] if axis is None else _pad(tensors[i], axis, l)
-    return cache._replace(slot_positions=_pad(cache.slot_positions, 1, l), visible=_pad(cache.visible, 2, l))
+    return cache._replace(slot_positions=_pad(cache.slot_positions, 1, l))
+
+
+def widen(cache: Cache, step: int, room: int) -> Cache:
+    """`step` more slots to look at, or those that are left; where they are too few for all beams, `room` are added."""
+    (_, k, m), l = cache.visible.shape, cache.slot_positions.shape[1]
+    if m + k > l:
+        cache, l = grow(cache, l + max(room, k)), l + max(room, k)
+    return cache._replace(visible=_pad(cache.visible, 2, min(m + max(step, k), l)))
 
 
 def share(cache: Cache, k: int) -> Cache:
     """`k` beams see what each row has read; the tensors stay as they are."""
-    return cache._replace(visible=repeat(cache.visible, "b 1 l -> b k l", k=k))
+    return cache._replace(visible=repeat(cache.visible, "b 1 m -> b k m", k=k))
 
 
 def expand(cache: Cache, k: int) -> Cache:
@@ -67,7 +75,7 @@ def expand(cache: Cache, k: int) -> Cache:
         tensors=[repeat(t, "b ... -> (b k) ...", k=k).contiguous() for t in cache.tensors],
         slot_axes=cache.slot_axes,
         slot_positions=repeat(cache.slot_positions, "b l -> (b k) l", k=k).contiguous(),
-        visible=repeat(cache.visible, "b 1 l -> (b k) 1 l", k=k),
+        visible=repeat(cache.visible, "b 1 m -> (b k) 1 m", k=k),
         positions=repeat(cache.positions, "b -> (b k)", k=k),
         next_slots=repeat(cache.next_slots, "b -> (b k)", k=k),
         prompt=cache.prompt,
@@ -92,25 +100,26 @@ def reorder(cache: Cache, parents: Tensor) -> Cache:
 
 
 def take_slots(cache: Cache) -> Tensor:
-    """`[b, k]`: a slot for each beam's next token: the next in order, or for beams of one row, any that none sees."""
-    if cache.visible.shape[1] == 1:
+    """`[b, k]`: a slot for each beam's next token: the next in order, or for beams of one row, the first none sees."""
+    _, k, m = cache.visible.shape
+    if k == 1:
         return cache.next_slots[:, None]
-    free = ~cache.visible.any(dim=1)  # [b, l]
-    # topk of a mask, as nonzero() would have the host wait to learn how many there are
-    return torch.topk(free.to(torch.uint8), cache.visible.shape[1], dim=-1).indices
+    free = ~cache.visible.any(dim=1)  # [b, m]
+    # topk, as nonzero() would have the host wait to learn how many there are
+    return torch.topk(free * torch.arange(m, 0, -1, device=free.device), k, dim=-1).indices
 
 
 def slots_left(cache: Cache) -> int:
-    """How many more slots the fullest row has."""
-    _, k, l = cache.visible.shape
+    """How many more of the slots looked at the fullest row has."""
+    _, k, m = cache.visible.shape
     used = cache.next_slots if k == 1 else cache.visible.any(dim=1).sum(-1)  # [b]
-    return l - int(used.max())
+    return m - int(used.max())
 
 
 def join(caches: list[Cache], order: Tensor) -> Cache:
     """Rows that were read apart, in one cache: row `i` is row `order[i]` of all of `caches`, one after the other."""
-    l = max(c.visible.shape[2] for c in caches)
-    caches = [grow(c, l) for c in caches]
+    l, m = max(c.slot_positions.shape[1] for c in caches), max(c.visible.shape[2] for c in caches)
+    caches = [grow(c, l)._replace(visible=_pad(c.visible, 2, m)) for c in caches]
     parts = [torch.cat(held)[order] for held in zip(*(c.tensors for c in caches), strict=True)]
     slot_positions, visible, positions, next_slots = (
         torch.cat([getattr(c, field) for c in caches])[order]

@@ -42,7 +42,8 @@ __all__ = ["Program", "compile_for_generation", "export_for_generation", "genera
 Output: TypeAlias = Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
 
 PREFILL_CHUNK = 512  # tokens of a prompt fed at once
-ROOM = 64  # slots the cache grows by
+WIDTH = 16  # slots by which the part of the cache that is looked at grows
+ROOM = 64  # slots by which a cache grows at least
 
 
 @torch.no_grad()
@@ -84,8 +85,9 @@ def generate(
 
     if request.streamer is not None:
         request.streamer.put(ids.cpu())
-    logits, cache = read_prompts(program, ids, mask, request.config)
-    cache = (slots.share if shares_prompt(program, request.config, mask) else slots.expand)(cache, plan.k)
+    shared = shares_prompt(program, request.config, mask)
+    logits, cache = read_prompts(program, ids, mask, request.config, max(ROOM, ids.shape[1] // 8) if shared else ROOM)
+    cache = (slots.share if shared else slots.expand)(cache, plan.k)
     turn = plan.step(plan.start, checked(repeat(logits, "b v -> (b k) v", k=plan.k), request))
     while True:
         if request.streamer is not None:
@@ -163,14 +165,16 @@ def kept(config: GenerationConfig) -> tuple[bool, bool]:
     return asked and config.output_scores, asked and config.output_logits
 
 
-def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: GenerationConfig) -> tuple[Tensor, slots.Cache]:
-    """Prefill: `ids` `[b, t]` read once, to the last token's logits `[b, v]` and a cache of `b` rows."""
+def read_prompts(
+    program: Program, ids: Tensor, mask: Tensor, config: GenerationConfig, room: int
+) -> tuple[Tensor, slots.Cache]:
+    """Prefill: `ids` `[b, t]` read once, to the last token's logits `[b, v]` and a cache of `b` rows, with `room`."""
     chunk = min(config.prefill_chunk_size or PREFILL_CHUNK, program.max_feed or ids.shape[1])
 
     def read(ids: Tensor, mask: Tensor) -> tuple[Tensor, slots.Cache]:
-        l = program.max_slots or (ids.shape[1] + ROOM if program.max_feed else min(chunk, ids.shape[1]))
+        l = program.max_slots or ids.shape[1] + room
         cache = slots.allocate(program.empty, program.slot_axes, len(ids), l, ids.device)
-        return prefill(program.step, slots.grow, cache, ids, mask, chunk, 0 if program.max_slots else ROOM)
+        return prefill(program.step, cache, ids, mask, chunk)
 
     if program.free_slots:
         return read(ids, mask)
@@ -181,9 +185,9 @@ def read_prompts(program: Program, ids: Tensor, mask: Tensor, config: Generation
 
 
 def with_room(cache: slots.Cache) -> slots.Cache:
-    """A cache with a free slot for each beam; it grows in steps, so that cost follows the slots in use."""
-    _, k, l = cache.visible.shape
-    return cache if slots.slots_left(cache) >= k else slots.grow(cache, l + max(ROOM, l // 8, k))
+    """A cache with a free slot for each beam. What is looked at grows in steps, so that cost follows what is in use."""
+    k, l = cache.visible.shape[1], cache.slot_positions.shape[1]
+    return cache if slots.slots_left(cache) >= k else slots.widen(cache, WIDTH, room=max(ROOM, l // 8))
 
 
 def shares_prompt(program: Program, config: GenerationConfig, mask: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Everything that runs the program: `prefill` reads the prompts once, `decode` feeds one token to every beam.
 
-logits, cache = prefill(program.step, grow, cache, input_ids, attention_mask, chunk=512, room=64)  # [b, v]
-logits, cache = decode(program.step, cache, slots, tokens)                                           # [(b k), v]
+logits, cache = prefill(program.step, cache, input_ids, attention_mask, chunk=512)  # [b, v]
+logits, cache = decode(program.step, cache, slots, tokens)                          # [(b k), v]
 """
 
 from collections.abc import Callable, Iterator
@@ -17,39 +17,29 @@ Step = Callable[..., tuple[Tensor, list[Tensor]]]
 Cache = Any  # of cache.py, which says what its fields hold; named here only, so that this file stands alone
 
 
-def prefill(
-    step: Step,
-    grow: Callable[[Cache, int], Cache],
-    cache: Cache,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    chunk: int,
-    room: int,
-) -> tuple[Tensor, Cache]:
+def prefill(step: Step, cache: Cache, input_ids: Tensor, attention_mask: Tensor, chunk: int) -> tuple[Tensor, Cache]:
     """Read prompts `input_ids` `[b, t]` once into an empty cache; `attention_mask` `[b, t]` is False on left padding.
 
     The prompt is fed `chunk` columns at a time, each attending to what exists by then, so that nothing but the cache
-    grows with its length. The cache ends with `room` slots to spare. Returns the last column's logits `[b, v]`.
+    grows with its length. Returns the last column's logits `[b, v]`.
     """
     b, t = input_ids.shape
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # a pad's position does not matter: nobody sees it
     for start in range(0, t, chunk):
         end = min(start + chunk, t)
-        cache = grow(cache, end + room if end == t else end)
         slots = torch.arange(start, end, device=input_ids.device)
         logits, tensors = step(
             input_ids[:, start:end],
             positions[:, start:end],
             repeat(slots, "s -> b s", b=b),
-            prompt_visible(attention_mask, slots, cache.visible.shape[2]),
+            prompt_visible(attention_mask[:, :end], slots),
             torch.tensor([end - start - 1], device=input_ids.device),
             cache.slot_positions,
             cache.tensors,
         )
         cache = cache._replace(tensors=tensors)
-    l = cache.visible.shape[2]
     return rearrange(logits, "b 1 v -> b v"), cache._replace(
-        visible=rearrange(_pad_right(attention_mask, l), "b l -> b 1 l"),
+        visible=rearrange(attention_mask, "b t -> b 1 t"),
         positions=attention_mask.sum(-1),
         next_slots=torch.full((b,), t, device=input_ids.device),
         prompt=t,
@@ -75,15 +65,16 @@ def decode(step: Step, cache: Cache, slots: Tensor, tokens: Tensor) -> tuple[Ten
     return rearrange(logits, "b k v -> (b k) v"), cache
 
 
-def prompt_visible(attention_mask: Tensor, slots: Tensor, l: int) -> Tensor:
-    """`[b, s, l]` bool: prompt tokens in `slots` `[s]` see the real tokens up to themselves, and themselves.
+def prompt_visible(attention_mask: Tensor, slots: Tensor) -> Tensor:
+    """`[b, s, m]` bool: prompt tokens in `slots` `[s]` see the real ones of `attention_mask` `[b, m]` up to themselves,
+    and themselves.
 
     A pad sees itself alone: a row that sees nothing would be softmax over nothing, NaN.
     """
-    every = torch.arange(l, device=slots.device)
-    own = every == slots[:, None]  # [s, l]
-    before = every <= slots[:, None]  # [s, l]
-    return before & _pad_right(attention_mask, l)[:, None, :] | own
+    every = torch.arange(attention_mask.shape[1], device=slots.device)
+    own = every == slots[:, None]  # [s, m]
+    before = every <= slots[:, None]  # [s, m]
+    return before & attention_mask[:, None, :] | own
 
 
 def rows_by_length(attention_mask: Tensor) -> Iterator[Tensor]:
@@ -91,7 +82,3 @@ def rows_by_length(attention_mask: Tensor) -> Iterator[Tensor]:
     lengths = attention_mask.sum(-1)  # [b]
     for length in lengths.unique():
         yield (lengths == length).nonzero()[:, 0]
-
-
-def _pad_right(mask: Tensor, l: int) -> Tensor:
-    return torch.nn.functional.pad(mask, (0, l - mask.shape[1]))

@@ -50,10 +50,11 @@ Step = Callable[..., tuple[Tensor, list[Tensor]]]
 class Program(NamedTuple):
     """An opened artifact.
 
-    `step(input_ids [b, s], position_ids [b, s], slots [b, s], visible [b, s, l], logits_at [n], slot_positions [b, l],
+    `step(input_ids [b, s], position_ids [b, s], slots [b, s], visible [b, s, m], logits_at [n], slot_positions [b, l],
     tensors)` feeds `s` tokens to each of `b` rows and returns `(logits [b, n, v], tensors)`. All indices are int64,
     `visible` is bool. Each token writes its key and value to its slot and attends to the slots it may see, its own
-    included. `slot_positions` is updated in place; `tensors` is the state, rows first, mutated or replaced.
+    included, of the first `m <= l`. `slot_positions` is updated in place; `tensors` is the state, rows first, mutated
+    or replaced.
     """
 
     step: Step
@@ -206,7 +207,7 @@ def open_package(path: Path) -> Program:
     """Open an AOTInductor package: `compile_for_generation`'s, or of one program, our step program or another."""
     runners = load_pt2(str(path)).aoti_runners
     weights = _load_weights(path, runners)
-    sized = runners.keys() == {"one", "few", "many"}  # compile_for_generation's, for as many tokens
+    sized = runners.keys() == {"one", "few", "many", "prompt"}  # compile_for_generation's, for as many tokens
     if len(runners) > 1 and not sized:
         raise ValueError(
             f"{path} has the entry points {sorted(runners)}: compile one program, or make a package with "
@@ -221,11 +222,17 @@ def open_package(path: Path) -> Program:
     def call(input_ids: Tensor, *arguments: Any, held: dict[str, Tensor] = weights) -> Tensor:
         # compiled code takes the strides it was traced with for granted; what it mutates is contiguous anyway
         arguments = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
-        tokens = input_ids.numel()
-        entry = ("one" if tokens == 1 else "few" if tokens <= 6 else "many") if sized else name
+        entry = _entry(*input_ids.shape) if sized else name
         return runners[entry](input_ids.contiguous(), *arguments)
 
     return step_program(call, json.loads(metadata), _package_device(runners[name]))
+
+
+def _entry(b: int, s: int) -> str:
+    """The entry point of `compile_for_generation`'s packages for `s` tokens of each of `b` rows."""
+    if s >= 64:  # in four pieces, which beams and samples, one after another, would each attend to
+        return "prompt"
+    return "one" if b * s == 1 else "few" if b * s <= 6 else "many"
 
 
 def open_pte(path: Path) -> Program:
@@ -245,7 +252,8 @@ def open_pte(path: Path) -> Program:
 
     def call(*arguments: Any) -> Tensor:
         """ExecuTorch returns what a program mutates, ahead of its logits; `most["rows"]` rows run in a call."""
-        *fed, logits_at, slot_positions, keys, values = arguments
+        *fed, visible, logits_at, slot_positions, keys, values = arguments
+        fed.append(_of_all_slots(visible, slot_positions))
         state, logits = [slot_positions, *keys, *values], []
         for i in range(0, len(slot_positions), most["rows"]):
             rows = slice(i, i + most["rows"])
@@ -260,6 +268,11 @@ def open_pte(path: Path) -> Program:
 
     program = step_program(call, metadata, torch.device("cpu"))
     return program._replace(max_slots=most["slots"], max_feed=most["tokens"])
+
+
+def _of_all_slots(visible: Tensor, slot_positions: Tensor) -> Tensor:
+    """`visible` `[b, s, m]` as `[b, s, l]`, for programs that look at all their slots."""
+    return torch.nn.functional.pad(visible, (0, slot_positions.shape[1] - visible.shape[2]))
 
 
 def _package_device(runner: Any) -> torch.device:
@@ -334,8 +347,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
+FORMAT = 2  # of export_for_generation's contract
+
+
 def step_program(call: Callable[..., Tensor], metadata: dict[str, Any], device: torch.device) -> Program:
     """The native kind: `call` has the contract of `export_for_generation`, keys and values are `[b, h, l, d]`."""
+    if metadata["format"] != FORMAT:
+        raise ValueError("this program was exported by another version of exgen: export the model again")
     shapes = metadata["keys"] + metadata["values"]
     dtype = getattr(torch, metadata["dtype"])
     ends = len(metadata["keys"]), len(shapes)
@@ -514,7 +532,7 @@ def as_step(rows: Rows) -> Callable[..., tuple[Tensor, list[Tensor]]]:
         slot_positions: Tensor,
         tensors: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        logits, tensors = rows(Fed(input_ids, position_ids, visible), tensors)
+        logits, tensors = rows(Fed(input_ids, position_ids, _of_all_slots(visible, slot_positions)), tensors)
         return (logits[:, logits_at] if logits.shape[1] > 1 else logits), list(tensors)
 
     return step

@@ -56,6 +56,20 @@ def test_one_text_alone_has_an_entry_point_of_its_own(compiled: tuple[Any, Path]
     assert generate(package, ids[:1], max_new_tokens=10, do_sample=False).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("chunk", [None, 64, 81, 127], ids=str)
+def test_long_prompts_are_read_in_pieces_of_chunks(compiled: tuple[Any, Path], chunk: int | None) -> None:
+    """From 64 tokens on, another entry point reads them; here in one chunk or several, the last one short or long."""
+    model, package = compiled
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.arange(150) >= torch.tensor([[0], [13], [142]])
+    ids = torch.randint(90, (3, 150), generator=generator).where(mask, 97)
+    cfg = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2} | {"return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=mask.long(), **cfg, output_logits=True)
+    answer: Any = generate(package, ids, mask, **cfg, output_logits=True, prefill_chunk_size=chunk)
+    assert answer.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(answer.logits[0], expected.logits[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=label)
 def test_texts_in_rows_of_their_own_are_the_same(compiled: tuple[Any, Path], strategy: dict[str, Any]) -> None:
     _, package = compiled

@@ -177,16 +177,18 @@ def test_beams_that_share_a_row_see_the_prompt_and_their_own_ancestors(name: str
 def test_one_export_runs_at_any_size(kind: str, settings: dict) -> None:
     model = small(kind, **settings)
     program = export_for_generation(model)
-    for b, s, l, n in [
-        (1, 1, 1, 1),
-        (5, 1, 3, 1),
-        (1, 2, 2, 2),
-        (2, 700, 700, 1),
-        (1, 700, 733, 700),
-        (11, 11, 11, 11),
+    for b, s, m, l, n in [
+        (1, 1, 1, 1, 1),
+        (5, 1, 3, 3, 1),
+        (5, 1, 3, 9, 1),
+        (1, 2, 2, 2, 2),
+        (2, 700, 700, 701, 1),
+        (1, 700, 733, 733, 700),
+        (11, 11, 11, 11, 11),
+        (1, 13, 13, 1000, 3),
     ]:
         ids, positions, sees = left_padded([s] * b, s)
-        visible = torch.zeros(b, s, l, dtype=torch.bool)
+        visible = torch.zeros(b, s, m, dtype=torch.bool)
         visible[:, :, :s] = sees
         at = list(range(s - n, s))
         answer = Session(program, b, l).feed(ids, positions, torch.arange(s).repeat(b, 1), visible, at)
@@ -212,7 +214,7 @@ def test_metadata_tells_what_a_caller_must_allocate(name: str) -> None:
     about = metadata(program)
     fields = "format keys values states dtype vocab_size max_positions windows generation_config model_type"
     assert list(about) == fields.split()
-    assert (about["format"], about["dtype"], about["vocab_size"]) == (1, "float32", VOCAB)
+    assert (about["format"], about["dtype"], about["vocab_size"]) == (2, "float32", VOCAB)
     assert about["windows"] == WINDOWS.get(name, [None, None])
     assert about["max_positions"] == (None if name == "bloom" else 128)
     assert about["model_type"] == model.config.model_type
@@ -297,12 +299,22 @@ def test_the_graph_neither_copies_the_cache_nor_checks_anything() -> None:
     aten = torch.ops.aten
     attentions = [node for node in program.graph.nodes if node.target == aten.scaled_dot_product_attention.default]
     assert len(attentions) == 2
-    for node in attentions:  # straight from the writes into the cache
-        assert [source.target for source in node.args[1:3]] == [aten.index_put_.default] * 2
+    for node in attentions:  # a view of what is in use, straight from the writes into the cache
+        assert [source.target for source in node.args[1:3]] == [aten.narrow.default] * 2
+        assert [source.args[0].target for source in node.args[1:3]] == [aten.index_put_.default] * 2
     masks = {node.args[3] for node in attentions}
     assert len(masks) == 1
     names = " ".join(str(node.target) for node in program.graph.nodes)
     assert not any(word in names for word in ("scatter", "assert", "dropout", "wrap_with"))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral"])
+def test_the_end_of_the_last_layer_is_computed_for_the_tokens_asked_for(name: str) -> None:
+    _, program = exported(name)
+    val = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    fed, asked = str(val["input_ids"].shape[1]), str(val["logits_at"].shape[0])
+    sizes = [str(n.meta["val"].shape[1]) for n in program.graph.nodes if n.target == torch.ops.aten.linear.default]
+    assert sizes == [fed] * 10 + [asked] * 5
 
 
 @pytest.mark.parametrize(

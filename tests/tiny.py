@@ -21,12 +21,12 @@ from transformers import (
 
 VOCAB = 99
 _COMMON = {"vocab_size": VOCAB, "pad_token_id": 97, "bos_token_id": 96, "eos_token_id": 98, "initializer_range": 0.15}
-_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 192}
 _GROUPED = {**_COMMON, **_SIZES, "intermediate_size": 96, "num_key_value_heads": 2}
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_GROUPED),
-    "gpt2": GPT2Config(**_COMMON, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "gpt2": GPT2Config(**_COMMON, n_embd=64, n_layer=2, n_head=4, n_positions=192),
     "qwen2": Qwen2Config(**_GROUPED),
     "qwen3": Qwen3Config(**_GROUPED, head_dim=16),
     "gemma2": Gemma2Config(**_GROUPED, head_dim=16, sliding_window=7, query_pre_attn_scalar=16),

@@ -68,7 +68,7 @@ class History(nn.Module):
         keys[0][rows, 0, slots] = self.tokens[input_ids]
         values[0][rows, 0, slots] = position_ids[..., None].double()
         read = keys[0][:, 0] * self.weigh(slot_positions)  # [b, l, d]
-        seen = visible[:, logits_at].double() @ read  # [b, n, d]
+        seen = visible[:, logits_at].double() @ read.narrow(1, 0, visible.shape[2])  # [b, n, d]
         return torch.tanh(seen) @ self.out * 2
 
 
@@ -103,13 +103,13 @@ def exported_history() -> ExportedProgram:
     """`History` as an `ExportedProgram` of the step contract."""
     ids = [torch.zeros(3, 5, dtype=torch.long) for _ in range(3)]
     visible = torch.ones(3, 5, 11, dtype=torch.bool)
-    state = (torch.zeros(3, 11, dtype=torch.long), *([torch.zeros(3, 1, 11, d).double()] for d in (SIZE, 1)))
-    b, s, l, n = (Dim(name, min=1) for name in "bsln")
+    state = (torch.zeros(3, 13, dtype=torch.long), *([torch.zeros(3, 1, 13, d).double()] for d in (SIZE, 1)))
+    b, s, m, l, n = (Dim(name, min=1) for name in "bsmln")
     tokens = {0: b, 1: s}
-    sizes = (tokens, tokens, tokens, {0: b, 1: s, 2: l}, {0: n}, {0: b, 1: l}, [{0: b, 2: l}], [{0: b, 2: l}])
+    sizes = (tokens, tokens, tokens, {0: b, 1: s, 2: m}, {0: n}, {0: b, 1: l}, [{0: b, 2: l}], [{0: b, 2: l}])
     inputs = (*ids, visible, torch.zeros(2, dtype=torch.long), *state)
     exported = torch.export.export(History(), inputs, dynamic_shapes=sizes, strict=False)
-    metadata = {"format": 1, "keys": [[1, SIZE]], "values": [[1, 1]], "dtype": "float64", "vocab_size": VOCAB}
+    metadata = {"format": 2, "keys": [[1, SIZE]], "values": [[1, 1]], "dtype": "float64", "vocab_size": VOCAB}
     metadata |= {"max_positions": None, "windows": [None], "generation_config": {}, "model_type": "history"}
     exported.graph_module.meta.setdefault("custom", {})["exgen"] = json.dumps(metadata)
     return exported

@@ -449,8 +449,8 @@ def traced(
         try:
             # Rotary embeddings of 4.57 switch autocast off, which would be kept in the graph as a call of a sub-graph.
             autocast: Any = patch("torch.autocast", lambda *_, **__: nullcontext())
-            least: Any = patch("builtins.min", symbolic_min) if open_ended else nullcontext()
-            with autocast, least:
+            minimum: Any = patch("builtins.min", symbolic_min) if open_ended else nullcontext()
+            with autocast, minimum:
                 return torch.export.export(
                     step,
                     (*ids, visible, logits_at, *cache),
@@ -526,13 +526,14 @@ def inputs_by_token(node: Node) -> list[Node] | None:
     aten, shape = torch.ops.aten, lambda x: tuple(map(str, x.meta["val"].shape))
     tensors = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
     size = shape(node) if isinstance(node.meta.get("val"), Tensor) else ()
+    args: Any = node.args
     if len(size) != 3:
         return None
     if node.target in (aten.linear.default, aten.layer_norm.default, aten.rms_norm.default):
-        plain = node.target is aten.linear.default or len(node.args[1]) == 1
+        plain = node.target is aten.linear.default or len(args[1]) == 1
         return tensors[:1] if plain and shape(tensors[0])[:2] == size[:2] else None
     if node.target is aten.mean.dim:
-        return tensors if node.args[1:] == ([-1], True) else None
+        return tensors if args[1:] == ([-1], True) else None
     casts = (aten.to.dtype, aten.type_as.default)
     if node.target not in casts and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None
@@ -545,7 +546,8 @@ def call(graph: Graph, target: Any, args: Any, kwargs: Any) -> Node:
     """A new node, with the sizes of its answer."""
     node = graph.call_function(target, args, kwargs)
     values = map_arg((args, kwargs), lambda x: x.meta["val"])
-    with next(x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)).fake_mode:
+    example: Any = next(x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor))
+    with example.fake_mode:
         node.meta["val"] = target(*values[0], **values[1])
     return node
 
@@ -676,7 +678,8 @@ def replace_attention(module: GraphModule, in_pieces: bool) -> None:
     for node in graph.nodes:
         if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
             continue
-        query, key, value, mask, *rest = *node.args, *([node.kwargs.get("attn_mask")] if len(node.args) == 3 else [])
+        given: Any = node.args if len(node.args) > 3 else (*node.args, node.kwargs.get("attn_mask"))
+        query, key, value, mask, *rest = given
         if mask is None or str(mask.meta["val"].shape[2]) != str(query.meta["val"].shape[2]):
             continue  # not a row of the mask for each query
         if mask not in masks:
@@ -698,7 +701,7 @@ def pieces_of(visible: Tensor, number: int) -> list[Piece]:
     for i in range(number):
         start = i * (s // number)
         length = s // number if i + 1 < number else s - start
-        end = ends.narrow(0, start, length).amax().item()
+        end: Any = ends.narrow(0, start, length).amax().item()
         torch._check(end >= 1)
         torch._check(end <= m)
         pieces.append(Piece(start, length, end))

@@ -252,8 +252,7 @@ def open_pte(path: Path) -> Program:
 
     def call(*arguments: Any) -> Tensor:
         """ExecuTorch returns what a program mutates, ahead of its logits; `most["rows"]` rows run in a call."""
-        *fed, visible, logits_at, slot_positions, keys, values = arguments
-        fed.append(_of_all_slots(visible, slot_positions))
+        *fed, logits_at, slot_positions, keys, values = arguments
         state, logits = [slot_positions, *keys, *values], []
         for i in range(0, len(slot_positions), most["rows"]):
             rows = slice(i, i + most["rows"])

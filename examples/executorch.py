@@ -53,10 +53,10 @@ def retraced(
         if node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
             node.target = contiguous_view  # lowered attention answers in another layout, which has no such view
     module.recompile()
-    b, s, l, n = (min(rows, 2), 3, slots, 2)
+    b, s, l, m, n = (min(rows, 2), 3, slots, slots - 1, 2)
     dtype = getattr(torch, metadata["dtype"])
     ids = [torch.zeros(b, s, dtype=torch.long) for _ in range(3)]
-    visible = torch.ones(b, s, l, dtype=torch.bool)
+    visible = torch.ones(b, s, m, dtype=torch.bool)
     keys, values = ([torch.zeros(b, h, l, d, dtype=dtype) for h, d in metadata[name]] for name in ("keys", "values"))
     positions = torch.zeros(b, l, dtype=torch.long)
     arguments = (*ids, visible, torch.zeros(n, dtype=torch.long), positions, keys, values)
@@ -64,10 +64,11 @@ def retraced(
         "b": Dim.STATIC if rows == 1 else Dim("b", min=1, max=rows),
         "s": Dim("s", min=1, max=tokens),
         "l": Dim("l", min=1, max=slots),
+        "m": Dim("m", min=1, max=slots),
         "n": Dim("n", min=1, max=tokens),
     }
     token, layer = {0: by["b"], 1: by["s"]}, {0: by["b"], 2: by["l"]}
-    seen, held = {0: by["b"], 1: by["s"], 2: by["l"]}, {0: by["b"], 1: by["l"]}
+    seen, held = {0: by["b"], 1: by["s"], 2: by["m"]}, {0: by["b"], 1: by["l"]}
     sizes = (token, token, token, seen, {0: by["n"]}, held, [layer] * len(keys), [layer] * len(values))
     return torch.export.export(module, arguments, dynamic_shapes=sizes, strict=False)
 

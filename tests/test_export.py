@@ -18,9 +18,9 @@ import export
 from export import export_for_generation
 
 COMMON = {"vocab_size": VOCAB, "pad_token_id": 97, "bos_token_id": 96, "eos_token_id": 98, "initializer_range": 0.15}
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 192}
 GROUPED = {**COMMON, **SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-GPT = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 192}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MORE: dict[str, tuple[str, dict]] = {
     "gemma2_capped": ("gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 7, "attn_logit_softcapping": 1.0}),
@@ -216,7 +216,7 @@ def test_metadata_tells_what_a_caller_must_allocate(name: str) -> None:
     assert list(about) == fields.split()
     assert (about["format"], about["dtype"], about["vocab_size"]) == (2, "float32", VOCAB)
     assert about["windows"] == WINDOWS.get(name, [None, None])
-    assert about["max_positions"] == (None if name == "bloom" else 128)
+    assert about["max_positions"] == (None if name == "bloom" else 192)
     assert about["model_type"] == model.config.model_type
     assert about["generation_config"]["eos_token_id"] == 98
     if name == "llama":

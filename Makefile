@@ -11,7 +11,7 @@ env := .venv/.installed
 bin := .venv/bin
 
 oldest := .venv/oldest
-core := test_exgen.py
+core := test_exgen.py tests/test_parity.py tests/test_artifacts.py tests/test_export.py
 
 .PHONY: demo test lint env bench
 

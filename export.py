@@ -226,7 +226,13 @@ class SlotCache(Cache):
         return True  # before the first token, zeros
 
     def is_recording_past(self, *_: Any, **__: Any) -> bool:
-        return False
+        return False  # of states, the last alone is kept
+
+    def get_recurrent_states_to_keep(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def increase_count(self, *_: Any, **__: Any) -> None:
+        pass  # positions are given
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.states[layer_idx, "conv_states", state_idx]

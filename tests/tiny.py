@@ -1,5 +1,6 @@
 """Tiny random models, wide enough that their logits differ and texts end: one per architecture that tests compare."""
 
+import copy
 import re
 from typing import Any
 
@@ -42,7 +43,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def tiny(name: str) -> PreTrainedModel:
     """A tiny random float32 model in eval mode, the same weights every time."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    # a copy of its config: transformers 4.57's export recipes leave their own attention, without a sliding window, in it
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     for parameter in model.parameters():  # some architectures ignore initializer_range for what is not a matrix
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float(parameter.mean().round()), std=0.05)

@@ -32,16 +32,17 @@ BEAMS = {k: f"1024 16 {k}" for k in (1, 2, 4, 6)}
 # Of Inductor's kernel profile, over 4 of the 30 layers and scaled, on the machine of the first run.
 PROFILE = """## Where the time goes
 
-Reading 1,024 tokens, compiled, is 1.56 s in two chunks: 1.11 s are products with weights, at 196 GFLOP/s of the 200 to
-215 that oneDNN reaches on this processor; 0.40 s is attention, by torch's flash kernel at 130 GFLOP/s, a quarter of
-which is spent on slots that the mask hides; 0.05 s is all else, a mask for each chunk and norms. A step of 6 beams
+Reading 1,024 tokens, compiled, is 1.45 s in two chunks: 1.1 s are products with weights, at 196 GFLOP/s of the 200 to
+215 that oneDNN reaches on this processor; 0.31 s is attention, by torch's flash kernel at 130 GFLOP/s, in four pieces
+of a chunk's tokens, as it also computes what the mask hides (0.40 s in one piece); 0.05 s is all else, a mask for each
+chunk and norms. The end of the last layer is computed for the asked token alone, which is 3% less. A step of 6 beams
 after it takes 30 to 33 ms: 15 to 16 for reading the weights, 9 for attention, 5 to 8 for the sums of six tokens, which
-overlap with reading only in part. 7 times eager's speed with 6 beams would be 2.2 s, of which the prompt's arithmetic
-is 1.3 to 1.5 s at this machine's own rate, and reading the weights for 15 steps 0.24 s.
+overlap with reading only in part.
 
-Tried, and slower or no faster: chunks of 256, 384 or 1,024 tokens; attention in four pieces of a chunk's tokens, each
-over the slots that it can see; more than two rows of weights at a time; Inductor's C++ templates (quicker for one
-token, 1.6 times slower to read a prompt, and the weights twice); huge pages for keys and values.
+Tried, and slower or no faster: chunks of 256, 384 or 1,024 tokens; more than two rows of weights at a time; Inductor's
+C++ templates (quicker for one token, 1.6 times slower to read a prompt, and the weights twice); huge pages for keys and
+values; for one token, attention to each half of the slots in a thread of its own (1 ms less, and a pass more to join
+them), or as Inductor's loops (20% less, but more for several beams).
 """
 
 

@@ -21,9 +21,12 @@ from tiny import CONFIGS, tiny
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from exgen import export_for_generation, generate
 
+NEW = int(version("transformers").split(".")[0]) >= 5
 SLOTS, LONGEST = 24, 64  # of every cache; of texts where there is none
 LENGTHS = (8, 4, 1)  # of the prompts, left-padded
 
@@ -248,10 +251,20 @@ def start(model: PreTrainedModel) -> ExportedProgram:
 # --- no cache ---
 
 
+def without_vmap(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with a mask that can be saved: 4.57 makes its own by `vmap`, and its recipes leave that out likewise."""
+    from transformers.integrations.executorch import sdpa_mask_without_vmap
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa_without_vmap", sdpa_mask_without_vmap)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa_without_vmap", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model.config._attn_implementation = "sdpa_without_vmap"
+    return model
+
+
 class Logits(nn.Module):
     def __init__(self, model: PreTrainedModel, last: bool = False) -> None:
         super().__init__()
-        self.model, self.last = model, last
+        self.model, self.last = model if NEW else without_vmap(model), last
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
@@ -287,7 +300,6 @@ KINDS: dict[str, tuple[str, Callable[..., ExportedProgram]]] = {
     "no cache, four rows, attention_mask": ("opt", partial(no_cache, shape=(4, 3), dynamic="s", mask=True)),
     "no cache, last logits alone": ("llama", partial(no_cache, shape=(2, 3), dynamic="bs", last=True)),
 }
-NEW = int(version("transformers").split(".")[0]) >= 5
 if NEW:  # 4.57 has no exporters, and its hybrid cache holds no text longer than the window
     KINDS |= {
         "decoder only, hybrid cache, one token": ("gemma3", partial(decoder_only, s=1, strict=False)),

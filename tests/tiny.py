@@ -43,7 +43,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def tiny(name: str) -> PreTrainedModel:
     """A tiny random float32 model in eval mode, the same weights every time."""
     torch.manual_seed(0)
-    # a copy of its config: transformers 4.57's export recipes leave their own attention, without a sliding window, in it
+    # a copy of its config: transformers 4.57's recipes leave an attention without sliding windows in the one they see
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     for parameter in model.parameters():  # some architectures ignore initializer_range for what is not a matrix
         if parameter.ndim == 1:
